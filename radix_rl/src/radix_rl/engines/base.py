@@ -1,0 +1,111 @@
+"""The engine contract. Every engine (embedded, SGLang, vLLM, remote, Ray actor) is used through it and passes one suite.
+
+Life of an engine: construct -> start -> (generate | pause/resume | sleep/wake | weight updates)* -> close.
+Weights: `begin_weight_update(v)`, any number of `update_weights(bucket)`, `commit_weight_update(v)`. Until the commit the old
+version is in force or the engine says that it has none; a mixture is never used.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from radix_rl.types import GenerateOutput, GenerateRequest
+
+if TYPE_CHECKING:
+    from radix_rl.weights.bucket import WeightBucket
+
+PauseMode = Literal["abort", "retract", "in_place"]
+"""abort: running requests end with what they have. retract: they go back to the queue and are prefilled again.
+in_place: they keep their cache and go on where they were."""
+
+MemoryTag = Literal["weights", "kv_cache"]
+
+
+class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine can do, so that what it cannot fails when the configuration is checked."""
+
+    routed_experts: bool
+    indexer_topk: bool
+    sampling_mask: bool
+    output_store: str | None
+    """Backend name of the store it writes to; None: it has none."""
+    pause_modes: tuple[PauseMode, ...]
+    sleep_tags: tuple[MemoryTag, ...]
+    weight_transports: tuple[str, ...]
+    """Any of "memory", "ipc", "broadcast", "disk", "http"."""
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    model_path: str
+    weight_version: str
+    context_length: int
+    """Prompt plus output tokens."""
+    vocab_size: int
+    num_layers: int
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+
+
+class Engine(ABC):
+    """All methods are coroutines of one event loop. Errors: RequestError, EngineError and its kinds."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> EngineCapabilities: ...
+
+    @abstractmethod
+    async def start(self) -> EngineInfo:
+        """Load or connect; returns once it can generate."""
+
+    @abstractmethod
+    async def info(self) -> EngineInfo: ...
+
+    @abstractmethod
+    async def generate(self, request: GenerateRequest) -> GenerateOutput:
+        """Cancelling this coroutine aborts the request and leaves no stored object."""
+
+    @abstractmethod
+    async def abort(self, request_id: str | None = None) -> None:
+        """End one request, or all, with what they have. An unknown id is ignored: it may just have finished."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        """New requests queue while paused. Pausing twice is an EngineStateError."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Safe in a `finally`: does nothing when not paused."""
+
+    @abstractmethod
+    async def sleep(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None:
+        """Give memory back. Idempotent. Generating without weights is an EngineStateError until the next commit or wake."""
+
+    @abstractmethod
+    async def wake(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None: ...
+
+    @abstractmethod
+    async def flush_cache(self) -> None:
+        """Forget cached prefixes."""
+
+    @abstractmethod
+    async def begin_weight_update(self, version: str) -> None: ...
+
+    @abstractmethod
+    async def update_weights(self, bucket: "WeightBucket") -> None: ...
+
+    @abstractmethod
+    async def commit_weight_update(self, version: str) -> None: ...
+
+    @abstractmethod
+    async def abort_weight_update(self) -> None:
+        """Drop a begun update. The old weights stay in force, or the engine says that it has none. Safe in a `finally`."""
+
+    @abstractmethod
+    async def health(self) -> None:
+        """Returns if it can generate; raises EngineDeadError or EngineStateError saying why not."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Idempotent; ends what it started."""

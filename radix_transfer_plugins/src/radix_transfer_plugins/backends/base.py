@@ -1,0 +1,86 @@
+"""The backend contract: bytes in, bytes out.
+
+A backend knows nothing of arrays, codecs or references. `OutputStore` is its only caller; every method may be called
+from several threads at once. A backend passes the suite in `radix_transfer_plugins.testing.backend`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import ClassVar, Self
+
+import msgspec
+
+from radix_transfer_plugins.codecs.base import Buffer
+
+
+class ObjectInfo(msgspec.Struct, frozen=True):
+    key: str
+    stored_bytes: int
+    created_s: float
+    """Unix time of the put."""
+
+
+class BackendStats(msgspec.Struct, frozen=True):
+    objects: int
+    used_bytes: int
+    capacity_bytes: int | None
+    """None: bounded by the machine only."""
+
+
+class Lease(ABC):
+    """Bytes of a batched get, valid until `release`. The memory belongs to the backend.
+
+    After `release` every access to `views` raises ReleasedViewError; a memoryview taken before is invalidated, never
+    silently pointed at reused memory.
+    """
+
+    @property
+    @abstractmethod
+    def views(self) -> Sequence[memoryview]:
+        """One read-only memoryview for each key, in the order asked."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+
+class Backend(ABC):
+    name: ClassVar[str]
+    """Registered name, written into references."""
+    key_prefix: str
+    """Default prefix of an OutputStore on this backend; from the configuration key "key_prefix"."""
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: Mapping[str, object]) -> Self:
+        """Connect. Unknown names, wrong types and unreachable services raise ConfigError or StoreUnavailableError."""
+
+    @abstractmethod
+    def put_batch(self, items: Sequence[tuple[str, Buffer]]) -> None:
+        """Store every item durably or none of them. Raises KeyExistsError, StoreFullError, StoreUnavailableError."""
+
+    @abstractmethod
+    def get_batch(self, keys: Sequence[str]) -> Lease:
+        """Raises ObjectLostError naming the absent keys, StoreUnavailableError."""
+
+    @abstractmethod
+    def delete_batch(self, keys: Sequence[str]) -> None:
+        """Forced: a reader's lease does not prevent it. An absent key counts as deleted."""
+
+    @abstractmethod
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects whose key starts with `prefix` (a plain string prefix)."""
+
+    @abstractmethod
+    def stats(self) -> BackendStats: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release connections and mappings; stored objects stay. Idempotent."""

@@ -1,0 +1,52 @@
+"""The codec contract: an array in, bytes out, and the same array back."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import numpy as np
+
+Buffer = bytes | bytearray | memoryview | np.ndarray
+"""Anything with a C-contiguous buffer; its bytes are what is stored."""
+
+
+class Codec(ABC):
+    """Lossless encoding of one field. Chosen by the field and the model, never by the values of one array."""
+
+    name: ClassVar[str]
+    """Registered name, written into the reference."""
+    ordered: ClassVar[bool]
+    """True: elements come back where they were. False: each last-axis row is a set, returned ascending, -1 padded."""
+    row_addressable: ClassVar[bool]
+    """True: `decode` can return a row range without decoding the rest."""
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: Mapping[str, str | int | bool]) -> Self:
+        """Build from `get_config()`'s answer, which may come from the network. Raises ConfigError."""
+
+    @abstractmethod
+    def get_config(self) -> dict[str, str | int | bool]:
+        """What a reader needs to decode; plain JSON types, a few bytes."""
+
+    @abstractmethod
+    def encode(self, array: np.ndarray, start_row: int) -> Buffer:
+        """Encode. The result may be a view of `array`. Raises CodecError, with the remedy, if it cannot be lossless."""
+
+    @abstractmethod
+    def decode(
+        self,
+        data: memoryview,
+        dtype: np.dtype,
+        shape: tuple[int, ...],
+        start_row: int,
+        rows: tuple[int, int] | None = None,
+    ) -> np.ndarray:
+        """The array that was put, or its rows [rows[0], rows[1]) counted from the array's row 0.
+
+        May return a read-only view over `data` where the stored bytes are the array's own. Raises CorruptObjectError.
+        """
+
+    @abstractmethod
+    def check(self, dtype: np.dtype, shape: tuple[int, ...], stored_bytes: int) -> None:
+        """Refuse, without reading, a byte count or dtype that no array of this shape can have. Raises RefError."""
