@@ -1,0 +1,55 @@
+# make demo   train a small MoE with replay through the output store and show what it did
+# make test   every test that runs in the main environment
+# make check  format, lint and types
+# make bench  benchmarks against their bars
+# make test-engines   the real SGLang and vLLM, in environments of their own
+#
+# Each target sets up what it needs in .venv and is quick when nothing changed. PYTHON chooses the interpreter (>= 3.11);
+# PIP_ARGS is passed to pip, for example to name an index with CPU builds of torch.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+PACKAGES := radix_transfer_plugins radix_engine_plugins radix_rl
+PROJECTS := $(addsuffix /pyproject.toml,$(PACKAGES))
+
+.PHONY: demo test check bench test-engines install install-dev clean
+
+demo: install
+	$(BIN)/python examples/demo/run.py
+
+test: install-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: install-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+bench: install-dev
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+test-engines: install-dev
+	$(BIN)/python -m pytest tests/engines -m engines $(PYTEST_ARGS)
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(VENV)/.installed: constraints.txt $(PROJECTS) scripts/system_libraries.sh
+	@echo "Setting up $(VENV) (first time: a few minutes) ..."
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	sh scripts/system_libraries.sh
+	@# torch first and by its exact version, so that no other package's range picks a different build
+	$(PIP) --constraint constraints.txt $$(grep '^torch==' constraints.txt)
+	$(PIP) --constraint constraints.txt -e './radix_transfer_plugins[mooncake]' -e ./radix_engine_plugins -e './radix_rl[gguf]'
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
+	@echo "Adding the development tools ..."
+	$(PIP) --constraint constraints.txt --requirement requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) .env-sglang .env-vllm runs .pytest_cache .ruff_cache .hypothesis
