@@ -1,0 +1,35 @@
+"""`Section`: the base of every table of the configuration, and the value types that sections share."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+_UNIT_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+class Section(BaseModel):
+    """A frozen table of settings. Unknown keys are refused; the docstring below an attribute is its help."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        coerce_numbers_to_str=True,
+        protected_namespaces=(),
+    )
+
+
+def parse_bytes(value: Any) -> Any:
+    """A size such as 1048576, "256mb" or "1.5 GiB" in bytes; units are powers of 1024. Other types pass unchanged."""
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    if match is None:
+        raise ValueError(f'expected a size such as 1048576, "256mb" or "1gb", got {value!r}')
+    return int(float(match[1]) * _UNIT_BYTES[match[2].lower()])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+"""A number of bytes; text with a unit is accepted."""

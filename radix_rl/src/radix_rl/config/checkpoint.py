@@ -1,0 +1,19 @@
+"""`[checkpoint]`: saving and resuming."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from radix_rl.config.base import Section
+
+
+class CheckpointConfig(Section):
+    """Checkpoints lie in `<output_dir>/checkpoints/step-N`; each is complete or absent."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """0: only after the last step."""
+    keep: int = Field(default=2, ge=1)
+    """The newest so many stay."""
+    resume: Literal["never", "latest"] | Path = "never"
+    """latest: the newest checkpoint of the output directory, if it has one. A path: that checkpoint."""

@@ -1,0 +1,17 @@
+"""`[model]`: which model is trained."""
+
+from pathlib import Path
+from typing import Literal
+
+from radix_rl.config.base import Section
+
+
+class ModelConfig(Section):
+    """The policy: a causal language model in Hugging Face format."""
+
+    path: Path
+    """Directory with config.json, safetensors and tokenizer files."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation of the trainer's model."""
+    experts: Literal["eager", "batched_mm", "grouped_mm"] = "grouped_mm"
+    """Expert implementation of the trainer's model; a dense model ignores it."""

@@ -1,0 +1,36 @@
+"""`[observe]`: where metrics go besides metrics.jsonl."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from radix_rl.config.base import Section
+
+
+class TensorboardTrackerConfig(Section):
+    """TensorBoard event files; needs the extra `tensorboard`."""
+
+    type: Literal["tensorboard"] = "tensorboard"
+    log_dir: Path | None = None
+    """Unset: `<output_dir>/tensorboard`."""
+
+
+class WandbTrackerConfig(Section):
+    """Weights & Biases; needs the extra `wandb`."""
+
+    type: Literal["wandb"] = "wandb"
+    project: str
+    name: str | None = None
+    mode: Literal["online", "offline"] = "online"
+
+
+TrackerConfig = Annotated[TensorboardTrackerConfig | WandbTrackerConfig, Field(discriminator="type")]
+
+
+class ObserveConfig(Section):
+    """Metrics and report. `<output_dir>/metrics.jsonl` is always written."""
+
+    trackers: tuple[TrackerConfig, ...] = ()
+    report: bool = True
+    """Write `<output_dir>/report.html` when the run ends."""

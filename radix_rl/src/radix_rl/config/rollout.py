@@ -1,0 +1,42 @@
+"""`[rollout]`: how many samples a step generates, and how."""
+
+from pydantic import Field
+
+from radix_rl.config.base import Section
+
+
+class SamplingConfig(Section):
+    """Sampling of the policy. The trainer applies the same temperature, top-k, top-p and min-p to its logits."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy, for evaluation only."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+    """-1: the whole vocabulary."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    max_new_tokens: int = Field(default=128, ge=1)
+    stop: tuple[str, ...] = ()
+    """Strings that end a response."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, besides the model's own end-of-sequence ids."""
+
+
+class DynamicSamplingConfig(Section):
+    """Replace groups whose rewards are all equal: they teach nothing."""
+
+    enabled: bool = False
+    max_rounds: int = Field(default=4, ge=1)
+    """Rounds of generation in a step, the first included; then the step trains on the groups it has."""
+
+
+class RolloutConfig(Section):
+    """One step's rollout: `prompts_per_step` groups of `samples_per_prompt` samples."""
+
+    prompts_per_step: int = Field(default=32, ge=1)
+    samples_per_prompt: int = Field(default=8, ge=1)
+    max_concurrent_requests: int = Field(default=256, ge=1)
+    """Requests in flight, over all engines."""
+    max_sample_tokens: int | None = Field(default=None, ge=2)
+    """Prompt plus response tokens kept of a sample; the rest is cut. Unset: nothing is cut."""
+    sampling: SamplingConfig = SamplingConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
