@@ -1,6 +1,8 @@
 """The environment contract: problems to solve and a score for each answer."""
 
+import random
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -28,3 +30,25 @@ class Environment(ABC):
     @abstractmethod
     def score(self, problem: Problem, output_ids: tuple[int, ...], text: str) -> float:
         """Reward of one answer. `text` is the decoded output, without special tokens."""
+
+
+class EpochOrder:
+    """Position i of an endless pass over `size` records: every epoch holds each record once, in an order of its own."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        if size <= 0:
+            raise ValueError(f"size: expected at least one record, got {size!r}")
+        self._size = size
+        self._seed = seed
+        # Two epochs at once: prefetching may cross the border.
+        self._permutation = lru_cache(maxsize=2)(self._shuffled)
+
+    def record(self, index: int) -> int:
+        """Record number of position `index` >= 0."""
+        epoch, position = divmod(index, self._size)
+        return self._permutation(epoch)[position]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(self._size))
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
