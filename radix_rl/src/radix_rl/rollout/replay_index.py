@@ -1,9 +1,10 @@
-"""`ReplayIndex`: which rows of which replay output lie where, for one sample. Built from answers without reading.
+"""`ReplayIndex`: which rows of which replay output lie where, for one sample. Built from answers without
+reading.
 
-A field is a name of TokenOutputStash. All rows are absolute token positions of the sample. Row t of a per-token field
-(routed_experts, indexer_topk) holds the choices made while token t went through the model; row t of the sampling mask is
-the support from which token t was sampled. Refs are kept as plain JSON types, so that a sample crosses process borders
-unchanged.
+A field is a name of TokenOutputStash. All rows are absolute token positions of the sample. Row t of a
+per-token field (routed_experts, indexer_topk) holds the choices made while token t went through the model;
+row t of the sampling mask is the support from which token t was sampled. Refs are kept as plain JSON types,
+so that a sample crosses process borders unchanged.
 """
 
 from collections.abc import Iterator
@@ -11,11 +12,11 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
-from radix_transfer_plugins import StoreRef, TokenOutputStash
-from radix_transfer_plugins.errors import RefError
 
 from radix_rl.errors import ReplayError
 from radix_rl.types import GenerateOutput, GenerateRequest
+from radix_transfer_plugins import StoreRef, TokenOutputStash
+from radix_transfer_plugins.errors import RefError
 
 PER_TOKEN_FIELDS = ("routed_experts", "indexer_topk")
 MASK_FIELDS = ("sampling_mask_lengths", "sampling_mask_token_ids", "sampling_mask_logprobs")
@@ -23,22 +24,25 @@ REPLAY_FIELDS = PER_TOKEN_FIELDS + MASK_FIELDS
 
 
 class StoreSegment(msgspec.Struct, frozen=True, kw_only=True, tag="store", forbid_unknown_fields=True):
-    """Rows [start_row, end_row) of the sample are rows [start_row, end_row) (absolute) of `field` of `ref`."""
+    """Rows [start_row, end_row) of the sample are rows [start_row, end_row) (absolute) of `field` of
+    `ref`."""
 
     start_row: int
     end_row: int
     ref: dict[str, Any]
     field: str
     origin_row: int = 0
-    """Sample row of the field's absolute row 0. Other than 0 for the sampling mask only, which is stored by output token:
-    there sample row t is stored row t - origin_row."""
+    """Sample row of the field's absolute row 0. Other than 0 for the sampling mask only, which is stored by
+    output token: there sample row t is stored row t - origin_row."""
 
 
-class InlineSegment(msgspec.Struct, frozen=True, kw_only=True, tag="inline", forbid_unknown_fields=True, eq=False):
+class InlineSegment(
+    msgspec.Struct, frozen=True, kw_only=True, tag="inline", forbid_unknown_fields=True, eq=False
+):
     """Rows [start_row, end_row) are `array` itself, whose first row is row `start_row`.
 
-    The flat mask fields (token_ids, logprobs) have no rows of their own: their array begins with the support of row
-    `start_row` and may go on past the last one; the lengths say where to cut.
+    The flat mask fields (token_ids, logprobs) have no rows of their own: their array begins with the
+    support of row `start_row` and may go on past the last one; the lengths say where to cut.
     """
 
     start_row: int
@@ -57,18 +61,23 @@ class ReplayIndex(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=F
 
     @property
     def covered_rows(self) -> int:
-        """Rows [0, covered_rows) of the per-token fields are there: the `routed_experts_start_len` of the next turn."""
+        """Rows [0, covered_rows) of the per-token fields are there: the `routed_experts_start_len` of the
+        next turn."""
         ends = [segments[-1].end_row for name, segments in self.segments.items() if name in PER_TOKEN_FIELDS]
         return min(ends, default=0)
 
-    def add_response(self, request: GenerateRequest, output: GenerateOutput, *, store_backend: str | None) -> None:
-        """Append one answer's rows; a later turn replaces the boundary row of the turn before. All or nothing.
+    def add_response(
+        self, request: GenerateRequest, output: GenerateOutput, *, store_backend: str | None
+    ) -> None:
+        """Append one answer's rows; a later turn replaces the boundary row of the turn before. All or
+        nothing.
 
-        An answer that was aborted before its first token may carry no rows. A ref of the expected backend is listed by
-        `refs` even when the answer is refused, so that it can be deleted.
+        An answer that was aborted before its first token may carry no rows. A ref of the expected backend
+        is listed by `refs` even when the answer is refused, so that it can be deleted.
 
-        Raises ReplayError for: a store request answered inline (names router and server flag as likely causes), a ref of
-        another backend, spans that leave a gap or overlap, shapes that disagree with earlier turns.
+        Raises ReplayError for: a store request answered inline (names router and server flag as likely
+        causes), a ref of another backend, spans that leave a gap or overlap, shapes that disagree with
+        earlier turns.
         """
         ref = self._accept_ref(request, output, store_backend)
         wanted = requested_fields(request)
@@ -80,7 +89,9 @@ class ReplayIndex(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=F
                     f"{', '.join(REPLAY_FIELDS)}"
                 )
             if field not in wanted:
-                raise ReplayError(f"request {request.request_id}: the answer carries {field!r}, which was not asked for")
+                raise ReplayError(
+                    f"request {request.request_id}: the answer carries {field!r}, which was not asked for"
+                )
         if not present and (not wanted or (output.finish_reason.type == "abort" and not output.output_ids)):
             return
         missing = [field for field in wanted if field not in present]
@@ -90,7 +101,8 @@ class ReplayIndex(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=F
         self.segments.update(joined)
 
     def truncate(self, num_tokens: int, prompt_tokens: int) -> None:
-        """Keep what a sample of `num_tokens` tokens needs: rows below num_tokens - 1 (the mask's: below num_tokens)."""
+        """Keep what a sample of `num_tokens` tokens needs: rows below num_tokens - 1 (the mask's: below
+        num_tokens)."""
         if num_tokens < prompt_tokens:
             raise ReplayError(f"cannot cut to {num_tokens} tokens: the prompt has {prompt_tokens}")
         for field, segments in self.segments.items():
@@ -111,10 +123,13 @@ class ReplayIndex(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=F
         if output.output_store_ref is None:
             if output.outputs is not None and request.return_outputs_via_store:
                 raise ReplayError(
-                    f"{name} asked for its replay outputs through the store and was answered inline. Likely causes: a "
-                    "router between client and server dropped the field return_outputs_via_store (use one that passes "
+                    f"{name} asked for its replay outputs through the store and was answered inline. "
+                    "Likely causes: a "
+                    "router between client and server dropped the field return_outputs_via_store (use one "
+                    "that passes "
                     "unknown fields on), or the server runs without the output store (start it with "
-                    "--output-store-backend, and for SGLang or vLLM with the radix-engine-plugins package installed)"
+                    "--output-store-backend, and for SGLang or vLLM with the radix-engine-plugins package "
+                    "installed)"
                 )
             return None
         try:
@@ -123,14 +138,17 @@ class ReplayIndex(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=F
             raise ReplayError(f"{name}: the answer's output_store_ref is not usable: {error}") from error
         if ref.backend != store_backend:
             raise ReplayError(
-                f"{name}: the answer's ref is of backend {ref.backend!r}, expected {store_backend!r}: the engine and "
+                f"{name}: the answer's ref is of backend {ref.backend!r}, expected {store_backend!r}: the "
+                "engine and "
                 "this run must be configured with the same output store"
             )
         self.added_refs.append(output.output_store_ref)
         if not request.return_outputs_via_store:
             raise ReplayError(f"{name} asked for inline outputs and was answered with a store reference")
         if output.outputs is not None:
-            raise ReplayError(f"{name}: the answer carries both a store reference and inline outputs; expected one")
+            raise ReplayError(
+                f"{name}: the answer carries both a store reference and inline outputs; expected one"
+            )
         return ref
 
     def _joined(
@@ -145,18 +163,22 @@ class ReplayIndex(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=F
             _check_same_kind(where, earlier[-1], segment)
         if field in MASK_FIELDS:
             if earlier and start < earlier[-1].end_row:
-                raise ReplayError(f"{where}: output tokens from {start} on overlap those before {earlier[-1].end_row}")
+                raise ReplayError(
+                    f"{where}: output tokens from {start} on overlap those before {earlier[-1].end_row}"
+                )
             return [*earlier, segment]
         covered = earlier[-1].end_row if earlier else 0
         if start > covered:
-            raise ReplayError(f"{where}: gap: rows [{covered}, {start}) are missing; ask from row {covered} on")
+            raise ReplayError(
+                f"{where}: gap: rows [{covered}, {start}) are missing; ask from row {covered} on"
+            )
         if start < covered - 1:
             raise ReplayError(
                 f"{where}: overlap: rows [{start}, {covered}) were asked for again; set "
                 f"routed_experts_start_len={covered} to continue"
             )
-        # An overlap of one row is the boundary token, which the later turn ran through the model again: its row belongs
-        # to the forward pass that gave the next token's log-probability.
+        # An overlap of one row is the boundary token, which the later turn ran through the model again: its
+        # row belongs to the forward pass that gave the next token's log-probability.
         kept = [_cut_end(field, old, start) for old in earlier if old.start_row < start]
         return [*kept, segment]
 
@@ -193,13 +215,17 @@ def _inline_arrays(stash: TokenOutputStash) -> Iterator[str]:
 def _missing_message(request: GenerateRequest, missing: list[str]) -> str:
     if request.return_outputs_via_store:
         return (
-            f"request {request.request_id} asked for {', '.join(missing)} through the store and the answer has no "
-            "reference to it. Likely causes: a router between client and server dropped the request's fields, or the "
-            "server runs without --output-store-backend (for SGLang or vLLM also without the radix-engine-plugins "
+            f"request {request.request_id} asked for {', '.join(missing)} through the store and the answer "
+            "has no "
+            "reference to it. Likely causes: a router between client and server dropped the request's "
+            "fields, or the "
+            "server runs without --output-store-backend (for SGLang or vLLM also without the "
+            "radix-engine-plugins "
             "package) or without --enable-return-routed-experts"
         )
     return (
-        f"request {request.request_id} asked for {', '.join(missing)} and the answer has none: is the server started "
+        f"request {request.request_id} asked for {', '.join(missing)} and the answer has none: is the "
+        "server started "
         "with --enable-return-routed-experts, and does a router between pass the request's fields on?"
     )
 
@@ -211,11 +237,15 @@ def _span(
     where = f"request {request.request_id}, field {field!r}"
     prompt, outputs = output.prompt_tokens, len(output.output_ids)
     if prompt != len(request.input_ids):
-        raise ReplayError(f"{where}: the engine counted {prompt} prompt tokens, expected {len(request.input_ids)}")
+        raise ReplayError(
+            f"{where}: the engine counted {prompt} prompt tokens, expected {len(request.input_ids)}"
+        )
     shape, used_start = _shape_and_start(field, output, ref)
     if field in MASK_FIELDS:
         if len(shape) != 1 or (field == "sampling_mask_lengths" and shape[0] != outputs):
-            raise ReplayError(f"{where}: shape {shape}, expected one dimension (lengths: {outputs} output tokens)")
+            raise ReplayError(
+                f"{where}: shape {shape}, expected one dimension (lengths: {outputs} output tokens)"
+            )
         return prompt, prompt + outputs
     if len(shape) != 3:
         raise ReplayError(f"{where}: shape {shape}, expected (rows, layers, top_k)")
@@ -226,7 +256,8 @@ def _span(
         if shape[0] == end:
             hint = "; the engine seems to have ignored routed_experts_start_len without saying so"
         raise ReplayError(
-            f"{where}: rows [{used_start}, {used_start + shape[0]}), expected them to end at {end} for {prompt} prompt "
+            f"{where}: rows [{used_start}, {used_start + shape[0]}), expected them to end at {end} for "
+            f"{prompt} prompt "
             f"and {outputs} output tokens{hint}"
         )
     if used_start > wanted_start:
@@ -266,10 +297,13 @@ def _cut_end(field: str, segment: Segment, end_row: int) -> Segment:
 
 def _check_same_kind(where: str, earlier: Segment, later: Segment) -> None:
     if type(earlier) is not type(later):
-        raise ReplayError(f"{where}: one turn came inline and another through the store; expected one source per field")
+        raise ReplayError(
+            f"{where}: one turn came inline and another through the store; expected one source per field"
+        )
     if _row_kind(earlier) != _row_kind(later):
         raise ReplayError(
-            f"{where}: rows of shape and dtype {_row_kind(later)}, expected {_row_kind(earlier)} as in the turn before"
+            f"{where}: rows of shape and dtype {_row_kind(later)}, expected {_row_kind(earlier)} as in the "
+            "turn before"
         )
 
 

@@ -1,4 +1,5 @@
-"""`WeightBucket`: many named tensors flattened into one byte buffer, the unit that travels from trainer to engine."""
+"""`WeightBucket`: many named tensors flattened into one byte buffer, the unit that travels from trainer to
+engine."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,9 @@ def dtype_from_name(name: str) -> torch.dtype:
     """The inverse. Raises ValueError for a name that torch does not have."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown tensor dtype {name!r}; expected a torch name such as 'bfloat16' or 'float32'")
+        raise ValueError(
+            f"unknown tensor dtype {name!r}; expected a torch name such as 'bfloat16' or 'float32'"
+        )
     return dtype
 
 
@@ -43,19 +46,27 @@ class WeightBucket(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def __post_init__(self) -> None:
         if self.buffer.dtype != torch.uint8 or self.buffer.dim() != 1:
-            raise ValueError(f"bucket buffer: expected [bytes] uint8, got {self.buffer.dtype} {tuple(self.buffer.shape)}")
+            raise ValueError(
+                f"bucket buffer: expected [bytes] uint8, got {self.buffer.dtype} {tuple(self.buffer.shape)}"
+            )
         previous_end = 0
         for spec in self.specs:
             item_bytes = dtype_from_name(spec.dtype).itemsize
             needed = math.prod(spec.shape) * item_bytes
             if any(size < 0 for size in spec.shape) or spec.end_byte - spec.start_byte != needed:
                 raise ValueError(
-                    f"tensor {spec.name!r}: {spec.end_byte - spec.start_byte} bytes, expected {needed} for shape "
+                    f"tensor {spec.name!r}: {spec.end_byte - spec.start_byte} bytes, expected {needed} for "
+                    "shape "
                     f"{spec.shape} of {spec.dtype}"
                 )
-            if spec.start_byte < previous_end or spec.end_byte > self.buffer.numel() or spec.start_byte % item_bytes:
+            if (
+                spec.start_byte < previous_end
+                or spec.end_byte > self.buffer.numel()
+                or spec.start_byte % item_bytes
+            ):
                 raise ValueError(
-                    f"tensor {spec.name!r}: bytes [{spec.start_byte}, {spec.end_byte}) overlap the tensor before, leave "
+                    f"tensor {spec.name!r}: bytes [{spec.start_byte}, {spec.end_byte}) overlap the tensor "
+                    "before, leave "
                     f"the buffer of {self.buffer.numel()} bytes or are not aligned to {item_bytes}"
                 )
             previous_end = spec.end_byte
@@ -67,11 +78,14 @@ class WeightBucket(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             yield spec.name, flat.view(spec.shape)
 
 
-def pack_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
-    """Group tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
+def pack_buckets(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
+) -> Iterator[WeightBucket]:
+    """Group tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its
+    own.
 
-    A tensor is never split. Each bucket is a fresh copy on its tensors' device, owned by the receiver, so that training
-    may go on while it travels. Raises ValueError for a name that comes twice.
+    A tensor is never split. Each bucket is a fresh copy on its tensors' device, owned by the receiver, so
+    that training may go on while it travels. Raises ValueError for a name that comes twice.
     """
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes: expected at least 1, got {bucket_bytes!r}")

@@ -1,0 +1,247 @@
+"""`RolloutGenerator`: problems in, scored samples out.
+
+It asks the engine for every sample of a step at once, under a bound on requests in flight; batching is the
+engine's work. Retries are the engine's work too (see `engines/remote.py`, `engines/pool.py`): what fails
+here has failed for good.
+"""
+
+import asyncio
+import hashlib
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from radix_rl.config.rollout import RolloutConfig, SamplingConfig
+from radix_rl.engines.base import Engine
+from radix_rl.errors import ConfigurationError, EngineError
+from radix_rl.rollout.environments.base import Environment, Problem
+from radix_rl.rollout.refs import delete_refs
+from radix_rl.rollout.sample import Sample
+from radix_rl.types import GenerateOutput, GenerateRequest, SamplingParams
+from radix_transfer_plugins import OutputStore, StoreRef
+from radix_transfer_plugins.errors import OutputStoreError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_FRUITLESS_ABORTS = 3
+"""An answer aborted so many times in a row without a new token is an error: the engine is not going to go
+on."""
+
+
+class RolloutGenerator:
+    """Turns problems into scored samples. One event loop; holds no state between calls.
+
+    Ownership: samples that `generate` returns carry refs, which the caller deletes after the last read.
+    When it raises or is cancelled, it has cancelled the other requests and deleted every ref it was handed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        environment: Environment,
+        decode: Callable[[Sequence[int]], str],
+        config: RolloutConfig,
+        *,
+        seed: int,
+        replay: Collection[str] = (),
+        store: OutputStore | None = None,
+        store_backend: str | None = None,
+    ) -> None:
+        """`decode` gives the text of token ids without special tokens. `replay`: which of "routed_experts",
+        "indexer_topk" and "sampling_mask" the trainer needs. With `store` they travel through it, and
+        `store_backend` is its registered name. Raises ConfigurationError for what the engine cannot
+        give."""
+        self._engine = engine
+        self._environment = environment
+        self._decode = decode
+        self._config = config
+        self._seed = seed
+        self._replay = frozenset(replay)
+        self._store = store
+        self._store_backend = store_backend
+        self._slots = asyncio.Semaphore(config.max_concurrent_requests)
+        self._check_engine()
+
+    async def generate(
+        self, step: int, problems: Sequence[Problem], *, first_group_id: int = 0
+    ) -> list[Sample]:
+        """`samples_per_prompt` scored samples of each problem, in order: group i is problem i.
+
+        The same run seed, step and problem give the same sampling seeds. Raises RequestError, EngineError,
+        ReplayError.
+        """
+        samples: list[Sample] = []
+
+        async def one(group: int, problem: Problem, index: int) -> Sample:
+            sample = await self._sample(
+                f"{step}/{problem.problem_id}/{index}", problem, first_group_id + group, index
+            )
+            samples.append(sample)
+            return self._scored(problem, sample)
+
+        try:
+            return await gather_or_cancel(
+                [
+                    one(group, problem, index)
+                    for group, problem in enumerate(problems)
+                    for index in range(self._config.samples_per_prompt)
+                ]
+            )
+        except BaseException:
+            if self._store is not None:
+                await asyncio.to_thread(_delete_quietly, samples, self._store)
+            raise
+
+    async def evaluate(self, problems: Sequence[Problem], sampling: SamplingConfig) -> list[Sample]:
+        """One scored sample of each problem, in order. Asks for no replay outputs, and so leaves nothing in
+        the store."""
+
+        async def one(group: int, problem: Problem) -> Sample:
+            request = GenerateRequest(
+                request_id=_new_request_id(),
+                input_ids=problem.prompt_ids,
+                sampling=_sampling_params(sampling, self._derived_seed(f"eval/{problem.problem_id}")),
+            )
+            async with self._slots:
+                output = await self._engine.generate(request)
+            sample = Sample.from_response(request, output, group_id=group, index=0, store_backend=None)
+            return self._scored(problem, sample)
+
+        return await gather_or_cancel([one(group, problem) for group, problem in enumerate(problems)])
+
+    async def _sample(self, seed_path: str, problem: Problem, group_id: int, index: int) -> Sample:
+        """One sample, resumed as often as its request is aborted."""
+        sample: Sample | None = None
+        fruitless = 0
+        for attempt in range(self._config.sampling.max_new_tokens + MAX_FRUITLESS_ABORTS):
+            request = self._request(f"{seed_path}/{attempt}", problem, sample)
+            try:
+                async with self._slots:
+                    output = await self._engine.generate(request)
+                sample = await self._joined(request, output, sample, group_id, index)
+            except BaseException:
+                if sample is not None and self._store is not None:
+                    await asyncio.to_thread(_delete_quietly, [sample], self._store)
+                raise
+            if output.finish_reason.type != "abort":
+                break
+            fruitless = 0 if output.output_ids else fruitless + 1
+            if fruitless == MAX_FRUITLESS_ABORTS:
+                if self._store is not None:
+                    await asyncio.to_thread(_delete_quietly, [sample], self._store)
+                raise EngineError(
+                    f"problem {problem.problem_id}: aborted {fruitless} times in a row without a new token "
+                    f"({output.finish_reason.message or 'no reason given'})"
+                )
+        assert sample is not None
+        if self._config.max_sample_tokens is not None:
+            sample.truncate(self._config.max_sample_tokens)
+        return sample
+
+    def _request(self, seed_path: str, problem: Problem, sample: Sample | None) -> GenerateRequest:
+        """The first request of a sample, or the one that goes on where an aborted one ended."""
+        sampling = _sampling_params(self._config.sampling, self._derived_seed(seed_path))
+        if sample is not None:
+            left = sampling.max_new_tokens - (len(sample.tokens) - sample.prompt_tokens)
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=left)
+        return GenerateRequest(
+            request_id=_new_request_id(),
+            input_ids=problem.prompt_ids if sample is None else tuple(sample.tokens),
+            sampling=sampling,
+            return_routed_experts="routed_experts" in self._replay,
+            routed_experts_start_len=0 if sample is None else sample.replay.covered_rows,
+            return_indexer_topk="indexer_topk" in self._replay,
+            return_sampling_mask="sampling_mask" in self._replay,
+            return_outputs_via_store=bool(self._replay) and self._store is not None,
+        )
+
+    async def _joined(
+        self,
+        request: GenerateRequest,
+        output: GenerateOutput,
+        sample: Sample | None,
+        group_id: int,
+        index: int,
+    ) -> Sample:
+        """The sample with one more answer. An answer that is refused does not leave its object behind."""
+        try:
+            if sample is None:
+                return Sample.from_response(
+                    request, output, group_id=group_id, index=index, store_backend=self._store_backend
+                )
+            sample.add_response(request, output, store_backend=self._store_backend)
+            return sample
+        except Exception:
+            await asyncio.to_thread(self._discard, output)
+            raise
+
+    def _scored(self, problem: Problem, sample: Sample) -> Sample:
+        output_ids = tuple(sample.tokens[sample.prompt_tokens :])
+        sample.reward = self._environment.score(problem, output_ids, self._decode(output_ids))
+        sample.metadata["problem_id"] = problem.problem_id
+        return sample
+
+    def _derived_seed(self, path: str) -> int:
+        digest = hashlib.blake2b(f"{self._seed}/{path}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def _discard(self, output: GenerateOutput) -> None:
+        if self._store is None or output.output_store_ref is None:
+            return
+        try:
+            self._store.delete_many([StoreRef.from_builtins(output.output_store_ref)])
+        except OutputStoreError as error:
+            logger.warning("could not delete the object of a refused answer: %s", error)
+
+    def _check_engine(self) -> None:
+        unknown = self._replay - {"routed_experts", "indexer_topk", "sampling_mask"}
+        if unknown:
+            raise ConfigurationError(f"unknown replay outputs {sorted(unknown)}")
+        can = self._engine.capabilities
+        for name in sorted(self._replay):
+            if not getattr(can, name):
+                raise ConfigurationError(
+                    f"the trainer is to replay {name}, which this engine does not return; for a server: "
+                    "start it with "
+                    "--enable-return-routed-experts; for a dense model: set train.replay_routed_experts=false"
+                )
+        if self._replay and self._store is not None and can.output_store != self._store_backend:
+            raise ConfigurationError(
+                f"the run reads replay outputs from the store backend {self._store_backend!r}, but the "
+                "engine writes to "
+                f"{can.output_store!r}; give the engine the same store (--output-store-backend) or set "
+                "output_store.enabled=false"
+            )
+
+
+async def gather_or_cancel(coroutines: Sequence[Awaitable[T]]) -> list[T]:
+    """Results in order. The first error cancels the others, waits until they have ended, and is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _sampling_params(config: SamplingConfig, seed: int) -> SamplingParams:
+    return SamplingParams(**config.model_dump(), seed=seed)
+
+
+def _delete_quietly(samples: Sequence[Sample], store: OutputStore) -> None:
+    """Free refs on the way out of an error, which must not be hidden by a second one."""
+    try:
+        delete_refs(samples, store)
+    except OutputStoreError as error:
+        logger.warning("could not delete the stored outputs of %d samples: %s", len(samples), error)

@@ -1,0 +1,58 @@
+"""Figures of one rollout."""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from radix_rl.rollout.replay_index import MASK_FIELDS, Segment, StoreSegment
+from radix_rl.rollout.sample import Sample
+
+
+def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means over scored samples, and the bytes of their answers' replay part. See `replay_bytes` for the
+    latter."""
+    lengths = [len(sample.tokens) - sample.prompt_tokens for sample in samples]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    inline_bytes, store_bytes, stored_bytes = replay_bytes(samples)
+    return {
+        "rollout/reward_mean": float(np.mean(rewards)),
+        "rollout/reward_std": float(np.std(rewards)),
+        "rollout/response_tokens_mean": float(np.mean(lengths)),
+        "rollout/response_tokens_max": float(max(lengths)),
+        "rollout/cut_share": float(np.mean([sample.finish_reason.type == "length" for sample in samples])),
+        "rollout/response_bytes_inline": float(inline_bytes),
+        "rollout/response_bytes_store": float(store_bytes),
+        "rollout/stored_bytes": float(stored_bytes),
+    }
+
+
+def replay_bytes(samples: Sequence[Sample]) -> tuple[int, int, int]:
+    """(bytes that the replay outputs take in JSON answers as base64, bytes of the refs in their place,
+    bytes stored).
+
+    Without a store the second is the first: what was sent is what travels.
+    """
+    inline_bytes = 0
+    for sample in samples:
+        for segments in sample.replay.segments.values():
+            inline_bytes += sum(_base64_length(_raw_bytes(segment)) for segment in segments)
+    refs = {ref["key"]: ref for sample in samples for ref in sample.replay.refs()}
+    store_bytes = sum(len(msgspec.json.encode(ref)) for ref in refs.values())
+    stored_bytes = sum(spec["stored_bytes"] for ref in refs.values() for spec in ref["fields"].values())
+    return inline_bytes, store_bytes if refs else inline_bytes, stored_bytes
+
+
+def _raw_bytes(segment: Segment) -> int:
+    if not isinstance(segment, StoreSegment):
+        return segment.array.nbytes
+    spec = segment.ref["fields"][segment.field]
+    rows = segment.end_row - segment.start_row
+    if segment.field in MASK_FIELDS:
+        rows = spec["shape"][0]
+    return rows * math.prod(spec["shape"][1:]) * np.dtype(spec["dtype"]).itemsize
+
+
+def _base64_length(num_bytes: int) -> int:
+    return 4 * math.ceil(num_bytes / 3)

@@ -1,0 +1,179 @@
+"""Replay outputs of samples as arrays: reads each stored (key, field) once per call, and only the rows in
+use."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from radix_rl.errors import ReplayError
+from radix_rl.rollout.refs import delete_refs
+from radix_rl.rollout.replay_index import MASK_FIELDS, PER_TOKEN_FIELDS, Segment, StoreSegment
+from radix_rl.rollout.sample import Sample, check_uniform
+from radix_transfer_plugins import OutputStore, StoreRef, TokenOutputStash
+from radix_transfer_plugins.errors import ObjectLostError
+
+__all__ = ["assemble_replay", "delete_refs"]
+
+FlatField = tuple[str, str]
+"""(key of the ref, field name)."""
+
+MISSING = -1
+
+
+def assemble_replay(
+    samples: Sequence[Sample],
+    store: OutputStore | None,
+    fields: Sequence[str],
+    buffer_bytes: int,
+) -> list[dict[str, np.ndarray]]:
+    """One dict a sample, of arrays the caller owns; a field that no sample has is in none of them.
+
+    routed_experts, indexer_topk: `[N - 1, layers, top_k]` int32, -1 where a row is missing (injected tokens
+    at the end). sampling_mask_lengths: `[C]` int32, 0 where a token was not sampled; the flat mask fields
+    follow its order.
+
+    `buffer_bytes` bounds the stored bytes in flight. A segment that several samples share is read once.
+    Raises ReplayError naming sample, field and key for a lost object, and for a field that only some
+    samples have; the store's errors.
+    """
+    check_uniform(samples, fields)
+    wanted = [field for field in fields if samples and field in samples[0].replay.segments]
+    if "sampling_mask_lengths" not in wanted and any(field in MASK_FIELDS for field in wanted):
+        raise ReplayError(
+            f"the sampling mask needs sampling_mask_lengths among the fields, got {list(fields)!r}"
+        )
+    arrays = _read(samples, store, wanted, buffer_bytes)
+    assembled: list[dict[str, np.ndarray]] = []
+    for sample in samples:
+        parts = {field: _arrays_of(sample, field, arrays) for field in wanted}
+        rows = {field: _per_token(sample, parts[field]) for field in wanted if field in PER_TOKEN_FIELDS}
+        assembled.append(
+            rows | _mask(sample, {field: parts[field] for field in wanted if field in MASK_FIELDS})
+        )
+    return assembled
+
+
+class _Span:
+    """Stored rows [start, end) of one (key, field) that this call reads."""
+
+    def __init__(self) -> None:
+        self.start, self.end = -1, -1
+
+    def include(self, start: int, end: int) -> None:
+        self.start = start if self.start < 0 else min(self.start, start)
+        self.end = max(self.end, end)
+
+
+def _read(
+    samples: Sequence[Sample], store: OutputStore | None, fields: Sequence[str], buffer_bytes: int
+) -> dict[FlatField, tuple[int, np.ndarray]]:
+    """(key, field) -> first stored row and the array from there on."""
+    refs: dict[str, StoreRef] = {}
+    spans: dict[str, dict[str, _Span]] = {}
+    for _, segment in _store_segments(samples, fields):
+        key = segment.ref["key"]
+        if key not in refs:
+            refs[key] = StoreRef.from_builtins(segment.ref)
+        start, end = _stored_rows(segment)
+        spans.setdefault(key, {}).setdefault(segment.field, _Span()).include(start, end)
+    if not refs:
+        return {}
+    if store is None:
+        raise ReplayError(
+            "the samples' replay outputs are in the output store, but this trainer was given none"
+        )
+    requests = [
+        (ref, list(spans[key]), {field: (span.start, span.end) for field, span in spans[key].items()})
+        for key, ref in refs.items()
+    ]
+    try:
+        stashes = store.read_many(requests, stash_type=TokenOutputStash, buffer_bytes=buffer_bytes)
+    except ObjectLostError as error:
+        raise ReplayError(_lost_message(samples, fields, error)) from error
+    return {
+        (key, field): (span.start, getattr(stash, field))
+        for key, stash in zip(refs, stashes, strict=True)
+        for field, span in spans[key].items()
+    }
+
+
+def _store_segments(
+    samples: Sequence[Sample], fields: Sequence[str]
+) -> Iterator[tuple[Sample, StoreSegment]]:
+    for sample in samples:
+        for field in fields:
+            for segment in sample.replay.segments[field]:
+                if isinstance(segment, StoreSegment) and segment.end_row > segment.start_row:
+                    yield sample, segment
+
+
+def _stored_rows(segment: StoreSegment) -> tuple[int, int]:
+    """Absolute rows of the stored array. The flat mask fields have no rows to choose from: all of their
+    ids."""
+    if segment.field in MASK_FIELDS and segment.field != "sampling_mask_lengths":
+        return 0, segment.ref["fields"][segment.field]["shape"][0]
+    return segment.start_row - segment.origin_row, segment.end_row - segment.origin_row
+
+
+def _lost_message(samples: Sequence[Sample], fields: Sequence[str], error: ObjectLostError) -> str:
+    text = str(error)
+    for sample, segment in _store_segments(samples, fields):
+        key = f"{segment.ref['key']}/{segment.field}"
+        if key in text:
+            return (
+                f"sample {sample.name}: field {segment.field!r} is lost, the store no longer holds key "
+                f"{key!r}; it was "
+                "deleted by another reader or by garbage collection, or the process that held it ended"
+            )
+    return f"stored replay outputs are lost: {text}"
+
+
+def _arrays_of(
+    sample: Sample, field: str, arrays: dict[FlatField, tuple[int, np.ndarray]]
+) -> list[tuple[Segment, np.ndarray]]:
+    """Each segment of a field with exactly its rows (flat mask fields: with at least its ids)."""
+    parts: list[tuple[Segment, np.ndarray]] = []
+    for segment in sample.replay.segments[field]:
+        if not isinstance(segment, StoreSegment):
+            array = segment.array
+            if field == "sampling_mask_lengths":
+                array = array[: segment.end_row - segment.start_row]
+        elif segment.end_row == segment.start_row:
+            spec = segment.ref["fields"][field]
+            array = np.empty((0, *spec["shape"][1:]), dtype=spec["dtype"])
+        else:
+            first_row, read = arrays[segment.ref["key"], field]
+            start, end = _stored_rows(segment)
+            array = read[start - first_row : end - first_row]
+        parts.append((segment, array))
+    return parts
+
+
+def _per_token(sample: Sample, parts: list[tuple[Segment, np.ndarray]]) -> np.ndarray:
+    num_rows = len(sample.tokens) - 1
+    rows = np.full((num_rows, *parts[0][1].shape[1:]), MISSING, dtype=np.int32)
+    for segment, array in parts:
+        # The last token never feeds a prediction; its row is there when a sample has no output.
+        end_row = min(segment.end_row, num_rows)
+        rows[segment.start_row : end_row] = array[: end_row - segment.start_row]
+    return rows
+
+
+def _mask(sample: Sample, parts: dict[str, list[tuple[Segment, np.ndarray]]]) -> dict[str, np.ndarray]:
+    """The sampling mask over the whole response, in CSR form."""
+    if not parts:
+        return {}
+    num_outputs = len(sample.tokens) - sample.prompt_tokens
+    lengths = np.zeros(num_outputs, dtype=np.int32)
+    for segment, array in parts["sampling_mask_lengths"]:
+        lengths[segment.start_row - sample.prompt_tokens : segment.end_row - sample.prompt_tokens] = array
+    mask = {"sampling_mask_lengths": lengths}
+    for field, flat in parts.items():
+        if field != "sampling_mask_lengths":
+            mask[field] = np.concatenate(
+                [
+                    ids[: int(sizes.sum())]
+                    for (_, ids), (_, sizes) in zip(flat, parts["sampling_mask_lengths"], strict=True)
+                ]
+            )
+    return mask
