@@ -2,7 +2,7 @@
 
 from radix_transfer_plugins.ref import FieldSpec, StoreRef
 from radix_transfer_plugins.registry import create_backend, register_backend, register_codec
-from radix_transfer_plugins.stash import TokenOutputStash
+from radix_transfer_plugins.stash import TokenOutputStash, token_output_codecs
 from radix_transfer_plugins.store import OutputStore
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "create_backend",
     "register_backend",
     "register_codec",
+    "token_output_codecs",
 ]

@@ -3,6 +3,10 @@
 import msgspec
 import numpy as np
 
+from radix_transfer_plugins.codecs.base import Codec
+from radix_transfer_plugins.codecs.narrow import MAX_IDS, NarrowCodec
+from radix_transfer_plugins.codecs.positions import PositionsCodec
+
 
 class TokenOutputStash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, eq=False):
     """The replay outputs of one response. None means "not asked for"; zero rows is a legal answer and differs from None.
@@ -21,3 +25,18 @@ class TokenOutputStash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """`[sum(lengths)]` int32, vocabulary ids of all supports, one after the other."""
     sampling_mask_logprobs: np.ndarray | None = None
     """`[sum(lengths)]` float32, log-probabilities along `sampling_mask_token_ids` (support mode only)."""
+
+
+def token_output_codecs(*, num_experts: int | None = None, index_topk: int | None = None) -> dict[str, Codec]:
+    """Codecs for the fields of TokenOutputStash, for the writer of one model: `OutputStore(codecs=...)`.
+
+    `num_experts`: routed experts a layer of the model (None: it has none); above 65535 they are stored raw.
+    `index_topk`: key positions that the model's sparse attention keeps (None: it has no indexer).
+    Fields without a codec are stored raw.
+    """
+    codecs: dict[str, Codec] = {}
+    if num_experts is not None and num_experts <= MAX_IDS:
+        codecs["routed_experts"] = NarrowCodec(num_experts)
+    if index_topk is not None:
+        codecs["indexer_topk"] = PositionsCodec()
+    return codecs

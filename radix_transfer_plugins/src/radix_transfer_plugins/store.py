@@ -1,21 +1,53 @@
 """`OutputStore`: stashes in, references out; references in, stashes back."""
 
+import logging
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from radix_transfer_plugins.backends.base import Backend, ObjectInfo
-from radix_transfer_plugins.codecs.base import Codec
-from radix_transfer_plugins.ref import StoreRef
+from radix_transfer_plugins.buffers import byte_view, checksum_of
+from radix_transfer_plugins.codecs.base import Buffer, Codec
+from radix_transfer_plugins.codecs.raw import RawCodec
+from radix_transfer_plugins.errors import CodecError, ConfigError, CorruptObjectError, OutputStoreError
+from radix_transfer_plugins.keys import KeySource, check_prefix, is_field_name
+from radix_transfer_plugins.plan import (
+    FieldRead,
+    ReadRequest,
+    RowRanges,
+    plan_reads,
+    require_readable,
+    split_chunks,
+)
+from radix_transfer_plugins.ref import FieldSpec, StoreRef
+from radix_transfer_plugins.views import LentArray, Loan, ReleasedView
+
+__all__ = ["OutputStore", "ReadRequest", "RowRanges", "StoreStats"]
+
+logger = logging.getLogger(__name__)
 
 StashT = TypeVar("StashT", bound=msgspec.Struct)
 
-RowRanges = Mapping[str, tuple[int, int]]
-"""Field name -> absolute rows [start, end) wanted of it; a field not named is wanted whole."""
 
-ReadRequest = tuple[StoreRef, Sequence[str]] | tuple[StoreRef, Sequence[str], RowRanges]
+class StoreStats(msgspec.Struct, kw_only=True):
+    """What one OutputStore has done so far. An object is one stored field, bytes are stored bytes."""
+
+    objects_put: int = 0
+    bytes_put: int = 0
+    put_s: float = 0.0
+    """Seconds inside put_many, summed over threads."""
+    objects_read: int = 0
+    bytes_read: int = 0
+    read_s: float = 0.0
+    """Seconds reading and decoding, without what the caller does inside a `get_many` block."""
+    objects_deleted: int = 0
+    """Keys handed to the backend for deletion, absent ones included."""
+    delete_s: float = 0.0
 
 
 class OutputStore:
@@ -23,7 +55,8 @@ class OutputStore:
 
     `key_prefix` (default: the backend's) confines the store: keys are created below it, and a reference outside it is
     neither read nor deleted. `codecs` maps field names to codecs for writing (default: raw); readers need none, since a
-    reference names its own.
+    reference names its own. `max_array_bytes` bounds the decoded size of a single array that a reference can make this
+    store allocate (default: no bound); a larger one is a RefError before anything is read.
     """
 
     def __init__(
@@ -33,7 +66,17 @@ class OutputStore:
         codecs: Mapping[str, Codec] | None = None,
         max_array_bytes: int | None = None,
     ) -> None:
-        raise NotImplementedError
+        self.backend = backend
+        self.key_prefix = check_prefix(backend.key_prefix if key_prefix is None else key_prefix)
+        self._codecs = dict(codecs or {})
+        self._raw = RawCodec()
+        self._max_array_bytes = max_array_bytes
+        self._keys = KeySource(self.key_prefix)
+        self._stats = StoreStats()
+        self._stats_lock = threading.Lock()
+        wrong = [name for name, codec in self._codecs.items() if not isinstance(codec, Codec)]
+        if wrong:
+            raise ConfigError(f"codecs: expected a Codec for {wrong[0]!r}, got {self._codecs[wrong[0]]!r}")
 
     def put_many(
         self,
@@ -44,33 +87,233 @@ class OutputStore:
         """Store each stash with one backend call, all or nothing for the whole list; None fields are not stored.
 
         `start_rows[i]` gives the absolute first row of fields of stash i (default 0). When this returns, the data can be
-        read by every client of the store.
+        read by every client of the store. The arrays may be changed afterwards. Raises CodecError, StoreFullError,
+        StoreUnavailableError; then nothing of the list is left in the store.
         """
-        raise NotImplementedError
+        if start_rows is not None and len(start_rows) != len(stashes):
+            raise ConfigError(
+                f"start_rows: expected {len(stashes)} entries, one for each stash, got {len(start_rows)}"
+            )
+        began = time.perf_counter()
+        refs: list[StoreRef] = []
+        try:
+            for index, stash in enumerate(stashes):
+                self._put(stash, start_rows[index] if start_rows else {}, refs)
+        except BaseException as error:
+            self._undo(refs, error)
+            raise
+        self._count(
+            objects_put=sum(len(ref.fields) for ref in refs),
+            bytes_put=sum(spec.stored_bytes for ref in refs for spec in ref.fields.values()),
+            put_s=time.perf_counter() - began,
+        )
+        return refs
 
+    @contextmanager
     def get_many(
         self, requests: Sequence[ReadRequest], *, stash_type: type[StashT]
-    ) -> AbstractContextManager[list[StashT]]:
-        """Read-only views over the backend's buffers, valid inside the `with` block only."""
-        raise NotImplementedError
+    ) -> Iterator[list[StashT]]:
+        """Read-only views over the backend's buffers, valid inside the `with` block only.
+
+        Afterwards the arrays raise ReleasedViewError; see docs/store.md for what is promised to code that holds on to
+        bare buffers. Requests for the same field share one array. Raises what `read_many` raises.
+        """
+        began = time.perf_counter()
+        reads = self._plan(requests, stash_type)
+        loan = Loan()
+        with self.backend.get_batch([read.key for read in reads]) as lease:
+            arrays: list[dict[str, Any]] = [{} for _ in requests]
+            for read, view in zip(reads, lease.views, strict=True):
+                _verify(read, view)
+                for wanted in read.wanted:
+                    array = _decode(read, view, wanted.rows)
+                    arrays[wanted.request][wanted.field] = LentArray.over(array, loan)
+            array = view = None
+            self._count_reads(reads, began)
+            stashes = [stash_type(**fields) for fields in arrays]
+            try:
+                yield stashes
+            finally:
+                # Before the lease ends, so that the last views of its memory are gone when it does.
+                loan.ended = True
+                for stash, fields in zip(stashes, arrays, strict=True):
+                    for name in fields:
+                        msgspec.structs.force_setattr(stash, name, ReleasedView())
+                arrays.clear()
+                fields = {}
 
     def read_many(
         self, requests: Sequence[ReadRequest], *, stash_type: type[StashT], buffer_bytes: int
     ) -> list[StashT]:
-        """Copies that the caller owns, in chunks of at most `buffer_bytes` stored bytes; see docs/store.md."""
-        raise NotImplementedError
+        """Copies that the caller owns, in chunks of at most `buffer_bytes` stored bytes; see docs/store.md.
+
+        Before anything is read: FieldMissingError for a field that the reference or `stash_type` lacks, ReadBufferError
+        for a field stored in more than `buffer_bytes`, RefError for rows that are not there or a reference of another
+        backend, KeyOutsidePrefixError. While reading: ObjectLostError, CorruptObjectError, StoreUnavailableError.
+        Fields not asked for keep the default of `stash_type`.
+        """
+        began = time.perf_counter()
+        reads = self._plan(requests, stash_type)
+        arrays: list[dict[str, np.ndarray]] = [{} for _ in requests]
+        for chunk in split_chunks(reads, buffer_bytes):
+            with self.backend.get_batch([read.key for read in chunk]) as lease:
+                for read, view in zip(chunk, lease.views, strict=True):
+                    _verify(read, view)
+                    for wanted in read.wanted:
+                        arrays[wanted.request][wanted.field] = _owned(_decode(read, view, wanted.rows), view)
+                # The lease can only give its memory back when nothing looks at it any more.
+                view = None
+        self._count_reads(reads, began)
+        return [stash_type(**fields) for fields in arrays]
 
     def delete_many(self, refs: Sequence[StoreRef]) -> None:
         """Idempotent. Raises KeyOutsidePrefixError before it deletes anything."""
-        raise NotImplementedError
+        for ref in refs:
+            require_readable(ref, self.backend.name, self.key_prefix)
+        self._delete([ref.field_key(name) for ref in refs for name in ref.fields])
 
     def list_objects(self, *, older_than_s: float = 0.0) -> Iterator[ObjectInfo]:
         """Objects below the key prefix."""
-        raise NotImplementedError
+        newest = time.time() - older_than_s
+        for info in self.backend.list(self.key_prefix + "/"):
+            if older_than_s <= 0 or info.created_s <= newest:
+                yield info
 
     def delete_objects(self, *, older_than_s: float) -> int:
         """Remove what crashed writers and readers left behind; the number of keys removed."""
-        raise NotImplementedError
+        keys = [info.key for info in self.list_objects(older_than_s=older_than_s)]
+        self._delete(keys)
+        return len(keys)
+
+    def stats(self) -> StoreStats:
+        """A snapshot of the counters."""
+        with self._stats_lock:
+            return msgspec.structs.replace(self._stats)
 
     def close(self) -> None:
-        raise NotImplementedError
+        """Close the backend; stored objects stay. Idempotent."""
+        self.backend.close()
+
+    def _put(self, stash: msgspec.Struct, start_rows: Mapping[str, int], refs: list[StoreRef]) -> None:
+        """Store one stash and append its reference to `refs`; nothing is left of it if this raises."""
+        arrays = _arrays_of(stash)
+        unknown = [name for name in start_rows if name not in arrays]
+        if unknown:
+            raise ConfigError(
+                f"start_rows: {type(stash).__name__} has no field {unknown[0]!r}; it has {', '.join(arrays)}"
+            )
+        key = self._keys.next()
+        specs: dict[str, FieldSpec] = {}
+        items: list[tuple[str, Buffer]] = []
+        for name, array in arrays.items():
+            if array is not None:
+                specs[name], data = self._encode(name, array, start_rows.get(name, 0))
+                items.append((f"{key}/{name}", data))
+        ref = StoreRef(backend=self.backend.name, key=key, fields=specs)
+        # Before the put: an interrupt right after it must find the reference, and deleting absent keys is harmless.
+        refs.append(ref)
+        try:
+            if items:
+                self.backend.put_batch(items)
+        except OutputStoreError:
+            refs.pop()
+            raise
+
+    def _encode(self, name: str, array: np.ndarray, start_row: int) -> tuple[FieldSpec, memoryview]:
+        codec = self._codecs.get(name, self._raw)
+        if not isinstance(start_row, int) or isinstance(start_row, bool) or start_row < 0:
+            raise ConfigError(f"start_rows: expected a row >= 0 for the field {name!r}, got {start_row!r}")
+        try:
+            data = byte_view(codec.encode(array, start_row))
+        except CodecError as error:
+            raise CodecError(f"field {name!r}: {error}") from error
+        spec = FieldSpec(
+            dtype=array.dtype.name,
+            shape=array.shape,
+            codec=codec.name,
+            codec_config=codec.get_config(),
+            stored_bytes=data.nbytes,
+            start_row=start_row,
+            checksum=checksum_of(data),
+        )
+        return spec, data
+
+    def _undo(self, refs: Sequence[StoreRef], error: BaseException) -> None:
+        """Delete what a failed put_many stored. A failure of that is told beside the first error, not instead of it."""
+        try:
+            self.delete_many(refs)
+        except OutputStoreError as left:
+            keys = ", ".join(ref.key for ref in refs)
+            logger.warning("could not remove the objects of a failed put (%s): %s", keys, left)
+            error.add_note(f"objects that could not be removed: {keys} ({left})")
+
+    def _plan(self, requests: Sequence[ReadRequest], stash_type: type[msgspec.Struct]) -> list[FieldRead]:
+        return plan_reads(
+            requests,
+            stash_type,
+            backend=self.backend.name,
+            key_prefix=self.key_prefix,
+            max_array_bytes=self._max_array_bytes,
+        )
+
+    def _delete(self, keys: list[str]) -> None:
+        began = time.perf_counter()
+        if keys:
+            self.backend.delete_batch(keys)
+        self._count(objects_deleted=len(keys), delete_s=time.perf_counter() - began)
+
+    def _count_reads(self, reads: Sequence[FieldRead], began: float) -> None:
+        self._count(
+            objects_read=len(reads),
+            bytes_read=sum(read.spec.stored_bytes for read in reads),
+            read_s=time.perf_counter() - began,
+        )
+
+    def _count(self, **increments: float) -> None:
+        with self._stats_lock:
+            for name, increment in increments.items():
+                setattr(self._stats, name, getattr(self._stats, name) + increment)
+
+
+def _arrays_of(stash: msgspec.Struct) -> dict[str, np.ndarray | None]:
+    if not isinstance(stash, msgspec.Struct):
+        raise CodecError(f"expected a msgspec Struct of numpy arrays, got `{type(stash).__name__}`")
+    arrays: dict[str, np.ndarray | None] = {}
+    for name in stash.__struct_fields__:
+        value = getattr(stash, name)
+        if value is not None and not isinstance(value, np.ndarray):
+            raise CodecError(f"field {name!r}: expected a numpy array or None, got `{type(value).__name__}`")
+        if not is_field_name(name):
+            raise CodecError(f"field {name!r}: expected a name of ASCII letters, digits and _")
+        arrays[name] = value
+    return arrays
+
+
+def _verify(read: FieldRead, view: memoryview) -> None:
+    if view.nbytes != read.spec.stored_bytes:
+        raise CorruptObjectError(
+            f"the stored field {read.key!r} has {view.nbytes} bytes, its reference says {read.spec.stored_bytes}"
+        )
+    found = checksum_of(view)
+    if found != read.spec.checksum:
+        raise CorruptObjectError(
+            f"the stored field {read.key!r} has the checksum {found}, its reference {read.spec.checksum}"
+        )
+
+
+def _decode(read: FieldRead, view: memoryview, rows: tuple[int, int] | None) -> np.ndarray:
+    spec = read.spec
+    codec = spec.make_codec()
+    by_codec = rows if codec.row_addressable else None
+    try:
+        array = codec.decode(view, spec.numpy_dtype, spec.shape, spec.start_row, by_codec)
+    except CorruptObjectError as error:
+        raise CorruptObjectError(f"the stored field {read.key!r}: {error}") from error
+    return array if by_codec == rows or rows is None else array[rows[0] : rows[1]]
+
+
+def _owned(array: np.ndarray, view: memoryview) -> np.ndarray:
+    """The array itself if its memory is its own and writable, else a copy."""
+    if array.flags.writeable and not np.may_share_memory(array, np.frombuffer(view, np.uint8)):
+        return array
+    return array.copy()

@@ -1,7 +1,8 @@
 """The backend contract: bytes in, bytes out.
 
-A backend knows nothing of arrays, codecs or references. `OutputStore` is its only caller; every method may be called
-from several threads at once. A backend passes the suite in `radix_transfer_plugins.testing.backend`.
+A backend knows nothing of arrays, codecs or references. `OutputStore` is its only caller; every method may
+be called from several threads at once. A backend passes the suite in
+`radix_transfer_plugins.testing.backend`.
 """
 
 from abc import ABC, abstractmethod
@@ -12,6 +13,7 @@ from typing import ClassVar, Self
 import msgspec
 
 from radix_transfer_plugins.codecs.base import Buffer
+from radix_transfer_plugins.errors import CorruptObjectError
 
 
 class ObjectInfo(msgspec.Struct, frozen=True):
@@ -31,8 +33,8 @@ class BackendStats(msgspec.Struct, frozen=True):
 class Lease(ABC):
     """Bytes of a batched get, valid until `release`. The memory belongs to the backend.
 
-    After `release` every access to `views` raises ReleasedViewError; a memoryview taken before is invalidated, never
-    silently pointed at reused memory.
+    After `release` every access to `views` raises ReleasedViewError; a memoryview taken before is
+    invalidated, never silently pointed at reused memory.
     """
 
     @property
@@ -47,7 +49,9 @@ class Lease(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()
 
 
@@ -60,15 +64,33 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
-        """Connect. Unknown names, wrong types and unreachable services raise ConfigError or StoreUnavailableError."""
+        """Connect. Unknown names, wrong types and unreachable services raise ConfigError or
+        StoreUnavailableError.
+        """
 
     @abstractmethod
     def put_batch(self, items: Sequence[tuple[str, Buffer]]) -> None:
-        """Store every item durably or none of them. Raises KeyExistsError, StoreFullError, StoreUnavailableError."""
+        """Store every item durably or none of them. Raises KeyExistsError, StoreFullError,
+        StoreUnavailableError.
+        """
 
     @abstractmethod
     def get_batch(self, keys: Sequence[str]) -> Lease:
         """Raises ObjectLostError naming the absent keys, StoreUnavailableError."""
+
+    def get_batch_into(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> None:
+        """Read each key into the caller's writable flat buffer, which must have exactly its length.
+
+        Backends that can read without an intermediate buffer override this. Raises what get_batch raises, and
+        CorruptObjectError where a stored length differs from its buffer's; buffers then hold anything.
+        """
+        with self.get_batch(keys) as lease:
+            for key, view, buffer in zip(keys, lease.views, buffers, strict=True):
+                if len(view) != len(buffer):
+                    raise CorruptObjectError(
+                        f"object {key!r}: expected {len(buffer)} bytes, the store holds {len(view)}"
+                    )
+                buffer[:] = view
 
     @abstractmethod
     def delete_batch(self, keys: Sequence[str]) -> None:

@@ -1,0 +1,58 @@
+"""`raw`: the array's own bytes, row-major and little-endian."""
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import numpy as np
+
+from radix_transfer_plugins.codecs.base import Buffer, Codec
+from radix_transfer_plugins.errors import CodecError, ConfigError, CorruptObjectError, RefError
+
+
+class RawCodec(Codec):
+    """Any boolean or numeric array. Ordered. Decoding is a view over the stored bytes."""
+
+    name: ClassVar[str] = "raw"
+    ordered: ClassVar[bool] = True
+    row_addressable: ClassVar[bool] = True
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, str | int | bool]) -> Self:
+        if config:
+            raise ConfigError(f"codec 'raw' takes no configuration, got {dict(config)!r}")
+        return cls()
+
+    def get_config(self) -> dict[str, str | int | bool]:
+        return {}
+
+    def encode(self, array: np.ndarray, start_row: int) -> Buffer:
+        if array.dtype.kind not in "biufc":
+            raise CodecError(f"codec 'raw' stores boolean and numeric arrays, got dtype {array.dtype!s}")
+        return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+
+    def decode(
+        self,
+        data: memoryview,
+        dtype: np.dtype,
+        shape: tuple[int, ...],
+        start_row: int,
+        rows: tuple[int, int] | None = None,
+    ) -> np.ndarray:
+        if len(data) != math.prod(shape) * dtype.itemsize:
+            raise CorruptObjectError(
+                f"codec 'raw' needs {math.prod(shape) * dtype.itemsize} bytes for shape {shape} of {dtype!s}, got {len(data)}"
+            )
+        wire = np.frombuffer(data, dtype=dtype.newbyteorder("<")).reshape(shape)
+        if rows is not None:
+            wire = wire[rows[0] : rows[1]]
+        if dtype.kind == "b" and wire.size and wire.view(np.uint8).max() > 1:
+            raise CorruptObjectError("codec 'raw' found a byte other than 0 and 1 in a boolean array")
+        return wire.astype(dtype, copy=False)
+
+    def check(self, dtype: np.dtype, shape: tuple[int, ...], stored_bytes: int, start_row: int = 0) -> None:
+        expected_bytes = math.prod(shape) * dtype.itemsize
+        if stored_bytes != expected_bytes:
+            raise RefError(
+                f"codec 'raw' stores shape {shape} of {dtype!s} in {expected_bytes} bytes, got stored_bytes {stored_bytes}"
+            )
