@@ -1,0 +1,271 @@
+"""`SharedMemoryBackend`: objects as files in a tmpfs, read through mappings."""
+
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, Self
+
+from radix_transfer_plugins.backends.base import Backend, BackendStats, Lease, ObjectInfo
+from radix_transfer_plugins.backends.lease import ViewLease
+from radix_transfer_plugins.backends.shared_memory import layout
+from radix_transfer_plugins.backends.shared_memory.config import SharedMemoryConfig
+from radix_transfer_plugins.backends.shared_memory.directory import PRIVATE_FLAGS
+from radix_transfer_plugins.backends.shared_memory.space import Draft, Space, read_header
+from radix_transfer_plugins.buffers import byte_view
+from radix_transfer_plugins.codecs.base import Buffer
+from radix_transfer_plugins.errors import (
+    CorruptObjectError,
+    KeyExistsError,
+    ObjectLostError,
+    StoreFullError,
+    StoreUnavailableError,
+)
+
+# Below this, copying an object costs less than mapping and unmapping it.
+_MIN_MAPPED_BYTES = 1 << 17
+_KEYS_PER_LOCK = 256
+
+
+class SharedMemoryBackend(Backend):
+    """Any number of processes of one user on one machine; a forked child may go on using its parent's
+    backend.
+
+    `stats` and `capacity_bytes` count payload bytes. Every object also takes its header and the rest of a
+    page.
+    """
+
+    name: ClassVar[str] = "shared_memory"
+
+    def __init__(self, config: SharedMemoryConfig) -> None:
+        self.config = config
+        self.key_prefix = config.key_prefix
+        self._attach_lock = threading.Lock()
+        self._closed = False
+        self._attached = (os.getpid(), Space(config.path))
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> Self:
+        return cls(SharedMemoryConfig.parse(config))
+
+    @property
+    def _space(self) -> Space:
+        pid, space = self._attached
+        if self._closed:
+            raise StoreUnavailableError("shared_memory: this backend was closed; create a new one")
+        if (
+            pid != os.getpid()
+        ):  # Locks and reservations belong to a process, so a forked child attaches itself.
+            with self._attach_lock:
+                if self._attached[0] != os.getpid():
+                    self._attached = (os.getpid(), Space(self.config.path))
+                space = self._attached[1]
+        return space
+
+    def put_batch(self, items: Sequence[tuple[str, Buffer]]) -> None:
+        values = [(key, byte_view(value)) for key, value in items]
+        keys = [key for key, _ in values]
+        if len(set(keys)) != len(keys):
+            raise KeyExistsError(f"shared_memory: a key occurs twice in one put: {sorted(keys)!r}")
+        if not values:
+            return
+        # In one order for all writers, so that of two with a key in common one wins.
+        values.sort(key=lambda item: item[0])
+        for key in keys:
+            self._require_absent(key)
+        num_bytes = sum(len(value) for _, value in values)
+        deadline = time.monotonic() + self.config.wait_s
+        pause_s = 0.001
+        while not self._try_put(values, num_bytes):
+            capacity = self.config.capacity_bytes
+            if time.monotonic() >= deadline or (capacity is not None and num_bytes > capacity):
+                raise self._full(num_bytes)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+
+    def get_batch(self, keys: Sequence[str]) -> Lease:
+        views: list[memoryview] = []
+        absent: list[str] = []
+        for key in keys:
+            file = self._open(key)
+            if file is None:
+                absent.append(key)
+                continue
+            try:
+                views.append(_view(file, key))
+            finally:
+                os.close(file)
+        if absent:
+            raise _lost(absent)
+        return ViewLease(views)
+
+    def get_batch_into(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> None:
+        for key, buffer in zip(keys, buffers, strict=True):
+            file = self._open(key)
+            if file is None:
+                raise _lost([key])
+            try:
+                _read_into(file, key, buffer)
+            finally:
+                os.close(file)
+
+    def delete_batch(self, keys: Sequence[str]) -> None:
+        for first in range(0, len(keys), _KEYS_PER_LOCK):
+            self._space.remove(keys[first : first + _KEYS_PER_LOCK])
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        space = self._space
+        space.reclaim()
+        name_prefix = layout.name_prefix(prefix)
+        for name in os.listdir(space.objects):
+            if not name.startswith((name_prefix, "h-")):
+                continue
+            file = self._open_name(name)
+            if file is None:
+                continue
+            try:
+                header = read_header(file, name)
+            except CorruptObjectError:  # Not an object that a key of ours can name with certainty.
+                continue
+            finally:
+                os.close(file)
+            if header.key.startswith(prefix):
+                yield ObjectInfo(
+                    key=header.key, stored_bytes=header.payload_bytes, created_s=header.created_ns / 1e9
+                )
+
+    def stats(self) -> BackendStats:
+        usage = self._space.usage
+        return BackendStats(usage.objects, usage.used_bytes, self.config.capacity_bytes)
+
+    def close(self) -> None:
+        with self._attach_lock:
+            if not self._closed:
+                self._closed = True
+                self._attached[1].close()
+
+    def _try_put(self, values: Sequence[tuple[str, memoryview]], num_bytes: int) -> bool:
+        """False: no room now, and nothing of the attempt holds memory."""
+        space = self._space
+        if not space.reserve(num_bytes, self.config.capacity_bytes):
+            return False
+        drafts: list[Draft] = []
+        try:
+            visibility = layout.VISIBLE if len(values) == 1 else layout.PENDING
+            for key, value in values:
+                file = os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=space.objects)
+                drafts.append(Draft(file, key))
+                _write(
+                    file,
+                    layout.pack_header(layout.Header(visibility, len(value), time.time_ns(), key)),
+                    value,
+                )
+            space.publish(drafts, num_bytes)
+        except BaseException as error:
+            space.cancel(num_bytes)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return False
+            raise
+        finally:
+            for draft in drafts:
+                os.close(draft.file)
+        return True
+
+    def _require_absent(self, key: str) -> None:
+        try:
+            os.stat(layout.object_name(key), dir_fd=self._space.objects, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        self._space.settle()  # What a killed writer left of a batch is no object.
+        if (file := self._open(key)) is not None:
+            os.close(file)
+            raise KeyExistsError(f"shared_memory: key {key!r} is taken; a put never overwrites")
+
+    def _open(self, key: str) -> int | None:
+        return self._open_name(layout.object_name(key))
+
+    def _open_name(self, name: str) -> int | None:
+        """A descriptor of a visible object that the caller closes, or None."""
+        for _ in range(2):
+            try:
+                file = os.open(name, os.O_RDONLY | PRIVATE_FLAGS, dir_fd=self._space.objects)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    raise CorruptObjectError(
+                        f"shared_memory: {name!r} is a symbolic link, not an object"
+                    ) from error
+                raise StoreUnavailableError(
+                    f"shared_memory: cannot open {name!r}: {error.strerror}; every view of "
+                    f"{_MIN_MAPPED_BYTES} bytes and "
+                    "more holds a descriptor: release views earlier, or raise `ulimit -n`"
+                ) from error
+            visibility = os.pread(file, 8, layout.VISIBILITY_OFFSET)
+            if visibility != layout.PENDING.to_bytes(8, "little"):
+                return file
+            os.close(file)
+            self._space.settle()
+        return None
+
+    def _full(self, num_bytes: int) -> StoreFullError:
+        usage = self._space.usage
+        disk = os.statvfs(self.config.path)
+        free_on_disk = disk.f_bavail * disk.f_frsize
+        capacity = self.config.capacity_bytes
+        if capacity is None:
+            free, limit = free_on_disk, f"tmpfs of {disk.f_blocks * disk.f_frsize} bytes"
+        else:
+            free, limit = min(free_on_disk, max(0, capacity - usage.used_bytes)), f"capacity_bytes {capacity}"
+        return StoreFullError(
+            f"shared_memory: no room for {num_bytes} bytes after {self.config.wait_s:g} s: used "
+            f"{usage.used_bytes} bytes in "
+            f"{usage.objects} objects, free {free}, {limit} ({self.config.path}). Delete what was read, run "
+            "gc, or raise the "
+            "limit"
+        )
+
+
+def _lost(keys: Sequence[str]) -> ObjectLostError:
+    return ObjectLostError(
+        f"shared_memory: not in the store: {', '.join(map(repr, keys))}; deleted, or never put here"
+    )
+
+
+def _write(file: int, head: bytes, value: memoryview) -> None:
+    written = os.writev(file, [head, value]) - len(head)
+    while written < len(value):  # One call writes at most 2 GiB.
+        written += os.write(file, value[written:])
+
+
+def _view(file: int, key: str) -> memoryview:
+    """Read-only bytes of the object: a mapping, or a copy if it is small."""
+    offset = layout.payload_offset(key)
+    file_bytes = os.fstat(file).st_size
+    if file_bytes < _MIN_MAPPED_BYTES:
+        data: bytes | mmap.mmap = os.pread(file, file_bytes, 0)
+    else:
+        try:
+            data = mmap.mmap(file, file_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"shared_memory: cannot map {key!r} ({file_bytes} bytes): {error.strerror}; release views "
+                "earlier, or raise "
+                "`ulimit -n`"
+            ) from error
+    layout.unpack_header(data[:offset], layout.object_name(key), file_bytes)
+    return memoryview(data)[offset:]
+
+
+def _read_into(file: int, key: str, buffer: memoryview) -> None:
+    head = bytearray(layout.payload_offset(key))
+    read = os.preadv(file, [head, buffer], 0) - len(head)
+    while 0 <= read < len(buffer) and (more := os.preadv(file, [buffer[read:]], len(head) + read)):
+        read += more
+    header = layout.unpack_header(bytes(head), layout.object_name(key), os.fstat(file).st_size)
+    if header.payload_bytes != len(buffer):
+        raise CorruptObjectError(
+            f"object {key!r}: expected {len(buffer)} bytes, the store holds {header.payload_bytes}"
+        )
