@@ -87,3 +87,14 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Absolute row of the first routed-experts row, as the engine used it."""
     output_store_ref: dict[str, Any] | None = None
     """`StoreRef.to_builtins()`."""
+
+
+class PartialOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A sequence that is still growing, as `Engine.stream` shows it: everything sampled so far, no replay outputs."""
+
+    request_id: str
+    prompt_tokens: int
+    output_ids: tuple[int, ...]
+    output_logprobs: tuple[float, ...]
+    version_spans: tuple[VersionSpan, ...]
+    cached_tokens: int = 0

@@ -6,12 +6,12 @@ version is in force or the engine says that it has none; a mixture is never used
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from radix_rl.types import GenerateOutput, GenerateRequest
+from radix_rl.types import GenerateOutput, GenerateRequest, PartialOutput
 
 if TYPE_CHECKING:
     from radix_rl.weights.bucket import WeightBucket
@@ -65,6 +65,13 @@ class Engine(ABC):
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> GenerateOutput:
         """Cancelling this coroutine aborts the request and leaves no stored object."""
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[PartialOutput | GenerateOutput]:
+        """Any number of PartialOutput, each with all tokens so far, then the GenerateOutput that `generate` returns.
+
+        An engine that cannot show partial answers yields the last one only. Closing the iterator aborts the request.
+        """
+        yield await self.generate(request)
 
     @abstractmethod
     async def abort(self, request_id: str | None = None) -> None:
