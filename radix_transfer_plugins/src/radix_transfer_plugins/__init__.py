@@ -1,4 +1,7 @@
-"""Output store for RL rollouts: references, lossless codecs, storage backends. Imports neither torch nor an engine."""
+"""Output store for RL rollouts: references, lossless codecs, storage backends.
+
+Imports neither torch nor an engine.
+"""
 
 from radix_transfer_plugins.ref import FieldSpec, StoreRef
 from radix_transfer_plugins.registry import create_backend, register_backend, register_codec

@@ -11,11 +11,11 @@ def byte_view(buffer: Buffer) -> memoryview:
     """The buffer's bytes as a flat memoryview, without a copy; also of empty and multi-dimensional arrays."""
     if isinstance(buffer, np.ndarray):
         # memoryview.cast refuses arrays with a zero in their shape.
-        return memoryview(buffer.reshape(-1).view(np.uint8)) if buffer.size else memoryview(b"")
+        return buffer.reshape(-1).view(np.uint8).data if buffer.size else memoryview(b"")
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def checksum_of(data: memoryview) -> str:
-    """The checksum as a reference spells it: "crc32:" and eight lower-case hex digits (the CRC of zlib and PNG)."""
+    """The checksum as references spell it: "crc32:" and eight lower-case hex digits (the CRC-32 of zlib)."""
     return f"crc32:{zlib.crc32(data):08x}"

@@ -1,7 +1,7 @@
 """Every error this package raises.
 
 OutputStoreError
-├── RefError (ValueError)                  a reference that is malformed or asks for what this version does not know
+├── RefError (ValueError)                  a malformed reference, or one that asks for what is not known here
 │   └── KeyOutsidePrefixError (PermissionError)   a reference to a key that the reader is not allowed to touch
 ├── ConfigError (ValueError)               a backend, codec or store that is configured wrongly
 ├── CodecError (ValueError)                an array that its codec cannot store without loss

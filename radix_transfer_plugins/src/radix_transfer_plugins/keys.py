@@ -1,8 +1,8 @@
 """Which keys exist, and which of them a store may touch.
 
-A key is one or more segments joined by single slashes; a segment is made of ASCII letters, digits and `._=:@+-` and is
-neither "." nor "..". Nothing is ever normalised: a key that would need it is refused, so that two spellings never mean
-one object and a plain string prefix decides what a store may touch.
+A key is one or more segments joined by single slashes; a segment is made of ASCII letters, digits and
+`._=:@+-` and is neither "." nor "..". Nothing is ever normalised: a key that would need it is refused, so
+that two spellings never mean one object and a plain string prefix decides what a store may touch.
 """
 
 import itertools
@@ -32,20 +32,25 @@ def is_field_name(text: str) -> bool:
 
 
 def check_prefix(key_prefix: object) -> str:
-    """The prefix itself. Raises ConfigError unless it is a key of at most half the length that keys may have."""
+    """The prefix itself.
+
+    Raises ConfigError unless it is a key of at most half the length that keys may have.
+    """
     if isinstance(key_prefix, str) and len(key_prefix) <= MAX_KEY_LENGTH // 2 and is_key(key_prefix):
         return key_prefix
     raise ConfigError(
-        f"key_prefix: expected at most {MAX_KEY_LENGTH // 2} characters as in 'run-1/output-store' ({KEY_RULE}), "
+        f"key_prefix: expected at most {MAX_KEY_LENGTH // 2} characters as in 'run-1/output-store' "
+        f"({KEY_RULE}), "
         f"got {key_prefix!r}"
     )
 
 
 def require_inside(key: str, key_prefix: str) -> None:
-    """Raises KeyOutsidePrefixError unless `key` lies below `key_prefix`: the prefix, a slash, and at least a segment."""
+    """Raises KeyOutsidePrefixError unless `key` is the prefix, a slash and at least one segment more."""
     if not (is_key(key) and key.startswith(key_prefix + "/")):
         raise KeyOutsidePrefixError(
-            f"the reference's key {key!r} lies outside this store's key prefix {key_prefix!r}; it is neither read nor "
+            f"the reference's key {key!r} lies outside this store's key prefix {key_prefix!r}; it is "
+            "neither read nor "
             "deleted. If the writer is yours, give both sides the same key_prefix"
         )
 
@@ -53,8 +58,8 @@ def require_inside(key: str, key_prefix: str) -> None:
 class KeySource:
     """New keys `<prefix>/<writer>/<counter>`, never the same twice.
 
-    The writer's id holds its start time and 64 random bits, so neither a restart nor another machine repeats it; a
-    forked child draws its own.
+    The writer's id holds its start time and 64 random bits, so neither a restart nor another machine repeats
+    it; a forked child draws its own.
     """
 
     def __init__(self, key_prefix: str) -> None:
@@ -62,7 +67,8 @@ class KeySource:
         self._renew()
 
     def _renew(self) -> None:
-        # The counter is read through one attribute, so that a thread never pairs one writer's id with another's counter.
+        # The counter is read through one attribute, so that a thread never pairs one writer's id with
+        # another's counter.
         writer = f"{int(time.time()):x}-{secrets.token_hex(8)}"
         self._writer = (os.getpid(), writer, itertools.count())
 

@@ -40,7 +40,10 @@ def plan_reads(
     key_prefix: str,
     max_array_bytes: int | None,
 ) -> list[FieldRead]:
-    """Objects to read in the order they are first asked for. Raises the errors of `OutputStore.read_many`; reads nothing."""
+    """Objects to read in the order they are first asked for.
+
+    Raises the errors of `OutputStore.read_many`; reads nothing.
+    """
     members = {field.name: field.required for field in msgspec.structs.fields(stash_type)}
     reads: dict[str, FieldRead] = {}
     for index, request in enumerate(requests):
@@ -52,7 +55,8 @@ def plan_reads(
             spec = ref.fields.get(name)
             if spec is None:
                 raise FieldMissingError(
-                    f"the reference {ref.key!r} holds no field {name!r}; it holds: {', '.join(ref.fields) or 'none'}"
+                    f"the reference {ref.key!r} holds no field {name!r}; it holds: "
+                    f"{', '.join(ref.fields) or 'none'}"
                 )
             rows = _relative_rows(ref, name, spec, ranges[name]) if name in ranges else None
             _require_small(ref, name, spec, rows, max_array_bytes)
@@ -64,7 +68,9 @@ def plan_reads(
 
 
 def require_readable(ref: StoreRef, backend: str, key_prefix: str) -> None:
-    """Raises RefError for a reference of another backend, KeyOutsidePrefixError for one that is out of bounds."""
+    """Raises RefError for a reference of another backend, KeyOutsidePrefixError for one that is out of
+    bounds.
+    """
     if not isinstance(ref, StoreRef):
         raise RefError(
             f"expected a StoreRef, got `{type(ref).__name__}`; parse it with StoreRef.from_builtins"
@@ -77,11 +83,15 @@ def require_readable(ref: StoreRef, backend: str, key_prefix: str) -> None:
 
 
 def split_chunks(reads: Sequence[FieldRead], buffer_bytes: int) -> Iterator[list[FieldRead]]:
-    """The reads in order, in runs of at most `buffer_bytes` stored bytes. Raises ReadBufferError before the first."""
+    """The reads in order, in runs of at most `buffer_bytes` stored bytes.
+
+    Raises ReadBufferError before the first.
+    """
     for read in reads:
         if read.spec.stored_bytes > buffer_bytes:
             raise ReadBufferError(
-                f"the field {read.key!r} is stored in {read.spec.stored_bytes} bytes, more than buffer_bytes {buffer_bytes}"
+                f"the field {read.key!r} is stored in {read.spec.stored_bytes} bytes, more than "
+                f"buffer_bytes {buffer_bytes}"
             )
     return _chunks(reads, buffer_bytes)
 
@@ -123,7 +133,8 @@ def _relative_rows(ref: StoreRef, name: str, spec: FieldSpec, rows: tuple[int, i
     start, end = rows
     if not (spec.shape and spec.start_row <= start <= end <= spec.end_row):
         raise RefError(
-            f"field {name!r} of {ref.key!r} holds the rows [{spec.start_row}, {spec.end_row}), asked for [{start}, {end})"
+            f"field {name!r} of {ref.key!r} holds the rows [{spec.start_row}, {spec.end_row}), asked for "
+            f"[{start}, {end})"
         )
     return start - spec.start_row, end - spec.start_row
 
@@ -138,5 +149,6 @@ def _require_small(
     )
     if array_bytes > max_array_bytes:
         raise RefError(
-            f"field {name!r} of {ref.key!r} would take {array_bytes} bytes, more than max_array_bytes {max_array_bytes}"
+            f"field {name!r} of {ref.key!r} would take {array_bytes} bytes, more than max_array_bytes "
+            f"{max_array_bytes}"
         )

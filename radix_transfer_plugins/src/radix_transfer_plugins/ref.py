@@ -1,7 +1,8 @@
 """`StoreRef`: the versioned reference that travels in a response in place of the arrays.
 
 The format is plain JSON types and is described for other implementations in docs/wire-format.md.
-A reference is untrusted input: everything that can be checked without reading the store is checked when one is made.
+A reference is untrusted input: everything that can be checked without reading the store is checked when one
+is made.
 """
 
 import math
@@ -33,7 +34,10 @@ _PATH = re.compile(r" - at `?\$([^`]*)`?\Z")
 
 
 class FieldSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One stored field: what the reader gets back, and how it is stored. Raises RefError unless it is consistent."""
+    """One stored field: what the reader gets back, and how it is stored.
+
+    Raises RefError unless it is consistent.
+    """
 
     dtype: str
     """numpy name of the array that was put and will be returned, such as "int32"."""
@@ -96,7 +100,10 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class StoreRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Reference to one stash: field f lies in the store under the key `<key>/<f>`. Raises RefError unless consistent."""
+    """Reference to one stash: field f lies in the store under the key `<key>/<f>`.
+
+    Raises RefError unless it is consistent.
+    """
 
     version: int = REF_VERSION
     backend: str

@@ -1,4 +1,7 @@
-"""Backends and codecs by name: registered in code, or found through entry points and imported on first use."""
+"""Backends and codecs by name.
+
+Registered in code, or found through entry points and imported on first use.
+"""
 
 import threading
 from collections.abc import Mapping
@@ -11,11 +14,14 @@ from radix_transfer_plugins.backends.base import Backend
 from radix_transfer_plugins.codecs.base import Codec
 from radix_transfer_plugins.errors import ConfigError
 
-T = TypeVar("T", Backend, Codec)
+T = TypeVar("T", bound=Backend | Codec)
 
 
 class _Registry(Generic[T]):
-    """Classes by name. Built-in names work without an installed package; entry points are read once, when first needed."""
+    """Classes by name.
+
+    Built-in names work without an installed package; entry points are read once, when first needed.
+    """
 
     def __init__(self, kind: str, base: type[T], builtin: Mapping[str, str]) -> None:
         self._kind = kind
@@ -56,7 +62,10 @@ class _Registry(Generic[T]):
         return ", ".join(self.names())
 
     def _sources(self) -> dict[str, set[str]]:
-        """Name -> the places ("module:Class") that claim it; more than one is refused when the name is used."""
+        """Name -> the places ("module:Class") that claim it.
+
+        More than one is refused when the name is used.
+        """
         if self._found is None:
             found = {name: {place} for name, place in self._builtin.items()}
             for point in entry_points(group=self._group):
@@ -70,7 +79,8 @@ class _Registry(Generic[T]):
             raise ConfigError(f"unknown {self._kind} {name!r}; known {self._kind}s: {self._listed()}")
         if len(places) > 1:
             raise ConfigError(
-                f"{self._kind} name {name!r} is claimed by {' and '.join(sorted(places))}; uninstall one of them"
+                f"{self._kind} name {name!r} is claimed by {' and '.join(sorted(places))}; uninstall one "
+                "of them"
             )
         (place,) = places
         try:
@@ -127,7 +137,10 @@ def get_codec(name: str) -> type[Codec]:
 
 
 def create_backend(name: str, config: str | Mapping[str, object] | None = None) -> Backend:
-    """Connect to a backend. `config` is a JSON object, as text or parsed. Raises ConfigError naming the known backends."""
+    """Connect to a backend.
+
+    `config` is a JSON object, as text or parsed. Raises ConfigError naming the known backends.
+    """
     cls = _backends.get(name)
     if isinstance(config, str):
         try:

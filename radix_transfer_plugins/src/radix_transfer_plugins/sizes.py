@@ -16,7 +16,10 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z]*)\s*"
 
 
 def parse_bytes(value: object, name: str = "size") -> int:
-    """A size in bytes from an int or from text with a unit; kb, mb, gb and tb count by 1024. Raises ConfigError."""
+    """A size in bytes from an int or from text with a unit.
+
+    Kb, mb, gb and tb count by 1024. Raises ConfigError.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         if value >= 0:
             return value

@@ -9,7 +9,8 @@ from radix_transfer_plugins.codecs.positions import PositionsCodec
 
 
 class TokenOutputStash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, eq=False):
-    """The replay outputs of one response. None means "not asked for"; zero rows is a legal answer and differs from None.
+    """The replay outputs of one response. None means "not asked for"; zero rows is a legal answer and differs
+    from None.
 
     Row i of the per-token fields holds the choices made while token `start_row + i` went through the model.
     The sampling mask is in CSR form over the output tokens.
@@ -18,7 +19,10 @@ class TokenOutputStash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     routed_experts: np.ndarray | None = None
     """`[rows, layers, top_k]` int32, expert ids in the router's order; -1 where a layer does not route."""
     indexer_topk: np.ndarray | None = None
-    """`[rows, indexer_layers, index_topk]` int32, request-local key positions, -1 where fewer exist; a set per row."""
+    """`[rows, indexer_layers, index_topk]` int32, request-local key positions, -1 where fewer exist.
+
+    A set per row.
+    """
     sampling_mask_lengths: np.ndarray | None = None
     """`[outputs]` int32, size of each output token's support."""
     sampling_mask_token_ids: np.ndarray | None = None

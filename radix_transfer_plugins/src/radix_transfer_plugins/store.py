@@ -53,10 +53,11 @@ class StoreStats(msgspec.Struct, kw_only=True):
 class OutputStore:
     """One client of one backend. Safe to call from several threads.
 
-    `key_prefix` (default: the backend's) confines the store: keys are created below it, and a reference outside it is
-    neither read nor deleted. `codecs` maps field names to codecs for writing (default: raw); readers need none, since a
-    reference names its own. `max_array_bytes` bounds the decoded size of a single array that a reference can make this
-    store allocate (default: no bound); a larger one is a RefError before anything is read.
+    `key_prefix` (default: the backend's) confines the store: keys are created below it, and a reference
+    outside it is neither read nor deleted. `codecs` maps field names to codecs for writing (default: raw);
+    readers need none, since a reference names its own. `max_array_bytes` bounds the decoded size of a single
+    array that a reference can make this store allocate (default: no bound); a larger one is a RefError before
+    anything is read.
     """
 
     def __init__(
@@ -84,11 +85,12 @@ class OutputStore:
         *,
         start_rows: Sequence[Mapping[str, int]] | None = None,
     ) -> list[StoreRef]:
-        """Store each stash with one backend call, all or nothing for the whole list; None fields are not stored.
+        """Store each stash with one backend call, all or nothing for the whole list; None fields are not
+        stored.
 
-        `start_rows[i]` gives the absolute first row of fields of stash i (default 0). When this returns, the data can be
-        read by every client of the store. The arrays may be changed afterwards. Raises CodecError, StoreFullError,
-        StoreUnavailableError; then nothing of the list is left in the store.
+        `start_rows[i]` gives the absolute first row of fields of stash i (default 0). When this returns, the
+        data can be read by every client of the store. The arrays may be changed afterwards. Raises
+        CodecError, StoreFullError, StoreUnavailableError; then nothing of the list is left in the store.
         """
         if start_rows is not None and len(start_rows) != len(stashes):
             raise ConfigError(
@@ -115,8 +117,8 @@ class OutputStore:
     ) -> Iterator[list[StashT]]:
         """Read-only views over the backend's buffers, valid inside the `with` block only.
 
-        Afterwards the arrays raise ReleasedViewError; see docs/store.md for what is promised to code that holds on to
-        bare buffers. Requests for the same field share one array. Raises what `read_many` raises.
+        Afterwards the arrays raise ReleasedViewError; see docs/store.md for what is promised to code that
+        holds on to bare buffers. Requests for the same field share one array. Raises what `read_many` raises.
         """
         began = time.perf_counter()
         reads = self._plan(requests, stash_type)
@@ -147,10 +149,10 @@ class OutputStore:
     ) -> list[StashT]:
         """Copies that the caller owns, in chunks of at most `buffer_bytes` stored bytes; see docs/store.md.
 
-        Before anything is read: FieldMissingError for a field that the reference or `stash_type` lacks, ReadBufferError
-        for a field stored in more than `buffer_bytes`, RefError for rows that are not there or a reference of another
-        backend, KeyOutsidePrefixError. While reading: ObjectLostError, CorruptObjectError, StoreUnavailableError.
-        Fields not asked for keep the default of `stash_type`.
+        Before anything is read: FieldMissingError for a field that the reference or `stash_type` lacks,
+        ReadBufferError for a field stored in more than `buffer_bytes`, RefError for rows that are not there
+        or a reference of another backend, KeyOutsidePrefixError. While reading: ObjectLostError,
+        CorruptObjectError, StoreUnavailableError. Fields not asked for keep the default of `stash_type`.
         """
         began = time.perf_counter()
         reads = self._plan(requests, stash_type)
@@ -210,7 +212,8 @@ class OutputStore:
                 specs[name], data = self._encode(name, array, start_rows.get(name, 0))
                 items.append((f"{key}/{name}", data))
         ref = StoreRef(backend=self.backend.name, key=key, fields=specs)
-        # Before the put: an interrupt right after it must find the reference, and deleting absent keys is harmless.
+        # Before the put: an interrupt right after it must find the reference, and deleting absent keys is
+        # harmless.
         refs.append(ref)
         try:
             if items:
@@ -239,7 +242,10 @@ class OutputStore:
         return spec, data
 
     def _undo(self, refs: Sequence[StoreRef], error: BaseException) -> None:
-        """Delete what a failed put_many stored. A failure of that is told beside the first error, not instead of it."""
+        """Delete what a failed put_many stored.
+
+        A failure of that is told beside the first error, not instead of it.
+        """
         try:
             self.delete_many(refs)
         except OutputStoreError as left:
@@ -292,7 +298,8 @@ def _arrays_of(stash: msgspec.Struct) -> dict[str, np.ndarray | None]:
 def _verify(read: FieldRead, view: memoryview) -> None:
     if view.nbytes != read.spec.stored_bytes:
         raise CorruptObjectError(
-            f"the stored field {read.key!r} has {view.nbytes} bytes, its reference says {read.spec.stored_bytes}"
+            f"the stored field {read.key!r} has {view.nbytes} bytes, its reference says "
+            f"{read.spec.stored_bytes}"
         )
     found = checksum_of(view)
     if found != read.spec.checksum:

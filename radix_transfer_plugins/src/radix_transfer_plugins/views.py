@@ -20,7 +20,8 @@ class Loan:
 
 def _refuse(*_: object, **__: object) -> NoReturn:
     raise ReleasedViewError(
-        "this array was a view inside `with store.get_many(...)`, which has ended; copy what is needed inside the block, "
+        "this array was a view inside `with store.get_many(...)`, which has ended; copy what is needed "
+        "inside the block, "
         "or use read_many"
     )
 
@@ -28,8 +29,9 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 class LentArray(np.ndarray):
     """A read-only view that raises ReleasedViewError once its loan has ended.
 
-    Slices of it are lent too; results of arithmetic and copies are plain arrays that the caller owns. `numpy.asarray` and
-    other users of the bare buffer are not intercepted after the end, but keep the memory from being reused.
+    Slices of it are lent too; results of arithmetic and copies are plain arrays that the caller owns.
+    `numpy.asarray` and other users of the bare buffer are not intercepted after the end, but keep the memory
+    from being reused.
     """
 
     _loan: Loan | None
@@ -150,7 +152,10 @@ del _name
 
 
 class ReleasedView:
-    """What a stash of `get_many` holds in place of an array after the block; using it raises ReleasedViewError."""
+    """What a stash of `get_many` holds in place of an array after the block.
+
+    Using it raises ReleasedViewError.
+    """
 
     __slots__ = ()
 

@@ -64,14 +64,16 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
-        """Connect. Unknown names, wrong types and unreachable services raise ConfigError or
-        StoreUnavailableError.
+        """Connect.
+
+        Unknown names and wrong types raise ConfigError, unreachable services StoreUnavailableError.
         """
 
     @abstractmethod
     def put_batch(self, items: Sequence[tuple[str, Buffer]]) -> None:
-        """Store every item durably or none of them. Raises KeyExistsError, StoreFullError,
-        StoreUnavailableError.
+        """Store every item durably or none of them.
+
+        Raises KeyExistsError, StoreFullError, StoreUnavailableError.
         """
 
     @abstractmethod

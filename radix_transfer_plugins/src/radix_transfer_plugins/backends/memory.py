@@ -9,13 +9,13 @@ import msgspec
 
 from radix_transfer_plugins.backends.base import Backend, BackendStats, Lease, ObjectInfo
 from radix_transfer_plugins.backends.config import DEFAULT_KEY_PREFIX, parse_config
+from radix_transfer_plugins.backends.lease import ViewLease
 from radix_transfer_plugins.buffers import byte_view
 from radix_transfer_plugins.codecs.base import Buffer
 from radix_transfer_plugins.errors import (
     ConfigError,
     KeyExistsError,
     ObjectLostError,
-    ReleasedViewError,
     StoreFullError,
     StoreUnavailableError,
 )
@@ -52,32 +52,11 @@ _spaces: dict[str, _Space] = {}
 _spaces_lock = threading.Lock()
 
 
-class MemoryLease(Lease):
-    """Views over the stored `bytes`, which live on, whatever is deleted, until the last view is gone."""
-
-    def __init__(self, values: Sequence[bytes]) -> None:
-        self._views: list[memoryview] | None = [memoryview(value) for value in values]
-
-    @property
-    def views(self) -> Sequence[memoryview]:
-        if self._views is None:
-            raise ReleasedViewError(
-                "the lease was released; copy what is needed before leaving the `with` block"
-            )
-        return self._views
-
-    def release(self) -> None:
-        views, self._views = self._views, None
-        for view in views or ():
-            try:
-                view.release()
-            except BufferError:
-                # An array still looks at it. The bytes are never reused, so it keeps seeing what was stored.
-                continue
-
-
 class MemoryBackend(Backend):
-    """Copies in on put, no copies on get. Objects outlive their backends, until they are deleted or the process ends."""
+    """Copies in on put, no copies on get.
+
+    Objects outlive their backends, until they are deleted or the process ends.
+    """
 
     name: ClassVar[str] = "memory"
 
@@ -128,7 +107,7 @@ class MemoryBackend(Backend):
             absent = [key for key in keys if key not in objects]
             if absent:
                 raise ObjectLostError(f"the store does not hold {', '.join(map(repr, absent))}")
-            return MemoryLease([objects[key][0] for key in keys])
+            return ViewLease([memoryview(objects[key][0]) for key in keys])
 
     def delete_batch(self, keys: Sequence[str]) -> None:
         self._require_open()
@@ -179,6 +158,8 @@ class MemoryBackend(Backend):
     def _full(self, needed: int) -> StoreFullError:
         space = self._space
         return StoreFullError(
-            f"backend 'memory' has no room after {self._wait_s} s: need {needed} bytes, used {space.used_bytes}, "
-            f"free {space.free_bytes}, capacity {space.capacity_bytes}; delete what was read or raise capacity_bytes"
+            f"backend 'memory' has no room after {self._wait_s} s: need {needed} bytes, used "
+            f"{space.used_bytes}, "
+            f"free {space.free_bytes}, capacity {space.capacity_bytes}; delete what was read or raise "
+            "capacity_bytes"
         )

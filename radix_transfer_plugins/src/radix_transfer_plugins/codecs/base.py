@@ -16,7 +16,10 @@ class Codec(ABC):
     name: ClassVar[str]
     """Registered name, written into the reference."""
     ordered: ClassVar[bool]
-    """True: elements come back where they were. False: each last-axis row is a set, returned ascending, -1 padded."""
+    """True: elements come back where they were.
+
+    False: each row along the last axis is a set, returned ascending, -1 padded.
+    """
     row_addressable: ClassVar[bool]
     """True: `decode` can return a row range without decoding the rest."""
 
@@ -31,7 +34,10 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, array: np.ndarray, start_row: int) -> Buffer:
-        """Encode. The result may be a view of `array`. Raises CodecError, with the remedy, if it cannot be lossless."""
+        """Encode.
+
+        The result may be a view of `array`. Raises CodecError, with the remedy, if it cannot be lossless.
+        """
 
     @abstractmethod
     def decode(
@@ -44,12 +50,14 @@ class Codec(ABC):
     ) -> np.ndarray:
         """The array that was put, or its rows [rows[0], rows[1]) counted from the array's row 0.
 
-        May return a read-only view over `data` where the stored bytes are the array's own. Raises CorruptObjectError.
+        May return a read-only view over `data` where the stored bytes are the array's own. Raises
+        CorruptObjectError.
         """
 
     @abstractmethod
     def check(self, dtype: np.dtype, shape: tuple[int, ...], stored_bytes: int, start_row: int = 0) -> None:
-        """Refuse, without reading, a byte count or dtype that no array of this shape can have. Raises RefError.
+        """Refuse, without reading, a byte count or dtype that no array of this shape can have. Raises
+        RefError.
 
         Takes constant time and memory whatever the numbers are: they may come from an enemy.
         """

@@ -10,15 +10,16 @@ from radix_transfer_plugins.codecs.base import Buffer, Codec
 from radix_transfer_plugins.errors import CodecError, ConfigError, CorruptObjectError, RefError
 
 MAX_IDS = 65535
-_BLOCK_ITEMS = 1 << 16
+_BLOCK_ITEMS = 1 << 18
 """Items decoded at a time: the intermediate results stay in the processor's cache."""
 
 
 class NarrowCodec(Codec):
     """Integer arrays of ids in [-1, ids). Ordered.
 
-    Each item is stored as uint8 if `ids` <= 255 and as little-endian uint16 otherwise; -1 is stored as the largest code,
-    which no id can have. The width follows from the model's declared number of ids, never from the values of one array.
+    Each item is stored as uint8 if `ids` <= 255 and as little-endian uint16 otherwise; -1 is stored as the
+    largest code, which no id can have. The width follows from the model's declared number of ids, never from
+    the values of one array.
     """
 
     name: ClassVar[str] = "narrow"
@@ -28,7 +29,8 @@ class NarrowCodec(Codec):
     def __init__(self, ids: int) -> None:
         if not isinstance(ids, int) or isinstance(ids, bool) or not 1 <= ids <= MAX_IDS:
             raise ConfigError(
-                f"codec 'narrow': expected ids in [1, {MAX_IDS}], got {ids!r}; use codec 'raw' for larger ranges"
+                f"codec 'narrow': expected ids in [1, {MAX_IDS}], got {ids!r}; use codec 'raw' for larger "
+                "ranges"
             )
         self.ids = ids
         self._code = np.dtype("u1") if ids <= 255 else np.dtype("<u2")
@@ -47,7 +49,8 @@ class NarrowCodec(Codec):
     def encode(self, array: np.ndarray, start_row: int) -> Buffer:
         if not self._holds_ids(array.dtype):
             raise CodecError(
-                f"codec 'narrow' with {self.ids} ids stores integer arrays that can hold them, got dtype {array.dtype!s}"
+                f"codec 'narrow' with {self.ids} ids stores integer arrays that can hold them, got dtype "
+                f"{array.dtype!s}"
             )
         if array.size:
             least, largest = int(array.min()), int(array.max())
@@ -69,7 +72,8 @@ class NarrowCodec(Codec):
     ) -> np.ndarray:
         if len(data) != math.prod(shape) * self._code.itemsize:
             raise CorruptObjectError(
-                f"codec 'narrow' needs {math.prod(shape) * self._code.itemsize} bytes for shape {shape}, got {len(data)}"
+                f"codec 'narrow' needs {math.prod(shape) * self._code.itemsize} bytes for shape {shape}, "
+                f"got {len(data)}"
             )
         codes = np.frombuffer(data, dtype=self._code).reshape(shape)
         if rows is not None:
@@ -78,8 +82,8 @@ class NarrowCodec(Codec):
         flat_codes, flat_out = codes.reshape(-1), out.reshape(-1)
         one = self._code.type(1)
         for start in range(0, flat_codes.size, _BLOCK_ITEMS):
-            # Adding 1 wraps the code of -1 to 0 and leaves ids + 1, so that one comparison checks all and a subtraction
-            # in the wider type restores all.
+            # Adding 1 wraps the code of -1 to 0 and leaves ids + 1, so that one comparison checks all and a
+            # subtraction in the wider type restores all.
             block = flat_codes[start : start + _BLOCK_ITEMS] + one
             self._require_codes(block, dtype)
             target = flat_out[start : start + _BLOCK_ITEMS]

@@ -1,11 +1,14 @@
 """`positions`: sets of key positions, one bit each, and nothing at all for a whole causal prefix.
 
-Notation: R rows, S sets a row (the product of the middle axes), K positions a set at most; row i has the absolute position
-p = start_row + i and its sets are subsets of [0, p]. Stored one after the other:
+Notation: R rows, S sets a row (the product of the middle axes), K positions a set at most; row i has the
+absolute position p = start_row + i and its sets are subsets of [0, p]. Stored one after the other:
 
-1. R * S flags, row-major, least significant bit first, padded to a whole byte: 1 where the set is all of [0, p].
-2. For each set whose flag is 0, in order: a bit set of [0, p] in 8 * ceil((p + 1) / 64) bytes, least significant bit first;
-   or, where that would take more than 4 * K bytes, the positions as K ascending little-endian uint32, padded with 2^32 - 1.
+1. R * S flags, row-major, least significant bit first, padded to a whole byte: 1 where the set is all of [0,
+p].
+2. For each set whose flag is 0, in order: a bit set of [0, p] in 8 * ceil((p + 1) / 64) bytes, least
+significant bit first;
+   or, where that would take more than 4 * K bytes, the positions as K ascending little-endian uint32, padded
+   with 2^32 - 1.
 
 All sets of 64 consecutive positions have payloads of one length, which is what the loops below go by.
 """
@@ -47,7 +50,8 @@ class PositionsCodec(Codec):
     def encode(self, array: np.ndarray, start_row: int) -> Buffer:
         if _unsupported(array.dtype, array.shape):
             raise CodecError(
-                f"codec 'positions' stores int32 or int64 arrays [rows, ..., K], got {array.dtype!s} {array.shape}"
+                f"codec 'positions' stores int32 or int64 arrays [rows, ..., K], got {array.dtype!s} "
+                f"{array.shape}"
             )
         num_rows, num_sets, width = _row_set_width(array.shape)
         if num_sets == 0:
@@ -104,7 +108,8 @@ class PositionsCodec(Codec):
     def check(self, dtype: np.dtype, shape: tuple[int, ...], stored_bytes: int, start_row: int = 0) -> None:
         if _unsupported(dtype, shape):
             raise RefError(
-                f"codec 'positions' returns int32 or int64 arrays [rows, ..., K], got {dtype!s} with shape {list(shape)}"
+                f"codec 'positions' returns int32 or int64 arrays [rows, ..., K], got {dtype!s} with "
+                f"shape {list(shape)}"
             )
         num_rows, num_sets, width = _row_set_width(shape)
         end_row = start_row + num_rows
@@ -120,7 +125,8 @@ class PositionsCodec(Codec):
         most = flag_bytes + num_sets * _payload_bytes_between(start_row, end_row, width)
         if not least <= stored_bytes <= most:
             raise RefError(
-                f"codec 'positions' stores shape {list(shape)} from row {start_row} in {least} to {most} bytes, "
+                f"codec 'positions' stores shape {list(shape)} from row {start_row} in {least} to {most} "
+                "bytes, "
                 f"got stored_bytes {stored_bytes}"
             )
 
@@ -169,7 +175,10 @@ def _prefix_template(first_position: int, num_rows: int, width: int, dtype: np.d
 
 
 def _mark_ascending_prefixes(block: np.ndarray, first_position: int, complete: np.ndarray) -> None:
-    """Mark the sets that are whole prefixes in ascending order, as engines write them; `_pack` finds the unordered ones."""
+    """Mark the sets that are whole prefixes in ascending order, as engines write them.
+
+    `_pack` finds the unordered ones.
+    """
     num_rows, _, width = block.shape
     if first_position < width:
         template = _prefix_template(first_position, num_rows, width, block.dtype)
@@ -178,14 +187,17 @@ def _mark_ascending_prefixes(block: np.ndarray, first_position: int, complete: n
 
 
 def _pack(sets: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Payloads `[n, bytes]` uint8 of `sets` `[n, K]` of one payload length, and which of them are complete `[n]` bool."""
+    """Payloads `[n, bytes]` uint8 of `sets` `[n, K]` of one payload length, and which of them are complete
+    `[n]` bool.
+    """
     num_sets, width = sets.shape
     if width == 0:
         return np.empty((num_sets, 0), np.uint8), np.zeros(num_sets, bool)
     if sets.min() < -1 or (sets.max(axis=1) > positions).any():
         bad = np.argmax((sets.min(axis=1) < -1) | (sets.max(axis=1) > positions))
         raise CodecError(
-            f"codec 'positions': the row of position {positions[bad]} may hold positions from -1 to {positions[bad]}, "
+            f"codec 'positions': the row of position {positions[bad]} may hold positions from -1 to "
+            f"{positions[bad]}, "
             f"got values from {sets[bad].min()} to {sets[bad].max()}; is start_row right?"
         )
     num_bits = 64 * (int(positions[0]) // 64 + 1)
@@ -229,7 +241,8 @@ def _index(
     offsets[1:] += np.cumsum((num_sets - np.count_nonzero(complete, axis=1)) * lengths)
     if offsets[-1] != len(data) or bits[num_flags:].any() or complete[max(0, width - start_row) :].any():
         raise CorruptObjectError(
-            f"codec 'positions' found flags that need {offsets[-1]} bytes for {num_rows} rows, got {len(data)} bytes"
+            f"codec 'positions' found flags that need {offsets[-1]} bytes for {num_rows} rows, got "
+            f"{len(data)} bytes"
         )
     return complete, offsets
 
@@ -244,7 +257,9 @@ def _fill_complete(target: np.ndarray, complete: np.ndarray, first_position: int
 
 
 def _unpack(stored: np.ndarray, target: np.ndarray, wanted: np.ndarray, first_position: int) -> None:
-    """Decode the payloads `stored` of one length into the sets of `target` `[rows, sets, K]` that `wanted` marks."""
+    """Decode the payloads `stored` of one length into the sets of `target` `[rows, sets, K]` that `wanted`
+    marks.
+    """
     width = target.shape[2]
     if width == 0:
         return

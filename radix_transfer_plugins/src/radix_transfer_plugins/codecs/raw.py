@@ -41,7 +41,8 @@ class RawCodec(Codec):
     ) -> np.ndarray:
         if len(data) != math.prod(shape) * dtype.itemsize:
             raise CorruptObjectError(
-                f"codec 'raw' needs {math.prod(shape) * dtype.itemsize} bytes for shape {shape} of {dtype!s}, got {len(data)}"
+                f"codec 'raw' needs {math.prod(shape) * dtype.itemsize} bytes for shape {shape} of "
+                f"{dtype!s}, got {len(data)}"
             )
         wire = np.frombuffer(data, dtype=dtype.newbyteorder("<")).reshape(shape)
         if rows is not None:
@@ -54,5 +55,6 @@ class RawCodec(Codec):
         expected_bytes = math.prod(shape) * dtype.itemsize
         if stored_bytes != expected_bytes:
             raise RefError(
-                f"codec 'raw' stores shape {shape} of {dtype!s} in {expected_bytes} bytes, got stored_bytes {stored_bytes}"
+                f"codec 'raw' stores shape {shape} of {dtype!s} in {expected_bytes} bytes, got "
+                f"stored_bytes {stored_bytes}"
             )
