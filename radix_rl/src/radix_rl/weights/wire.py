@@ -1,4 +1,5 @@
-"""One `WeightBucket` as one binary body: what a trainer sends to `/update_weights_from_tensor`. Nothing is unpickled.
+"""One `WeightBucket` as one binary body: what a trainer sends to `/update_weights_from_tensor`. Nothing is
+unpickled.
 
 Layout, all integers little-endian:
 
@@ -47,13 +48,17 @@ def decode_bucket(body: bytes | bytearray | memoryview) -> WeightBucket:
     `encode_bucket` cannot have made."""
     data = memoryview(body)
     if len(data) < _FIXED_BYTES or data[:4] != _MAGIC:
-        raise ValueError(f"weight bucket: expected a body that starts with {_MAGIC!r}, got {bytes(data[:4])!r}")
+        raise ValueError(
+            f"weight bucket: expected a body that starts with {_MAGIC!r}, got {bytes(data[:4])!r}"
+        )
     version = int.from_bytes(data[4:8], "little")
     if version != _VERSION:
         raise ValueError(f"weight bucket: expected format version {_VERSION}, got {version!r}")
     header_bytes = int.from_bytes(data[8:16], "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(data) - _FIXED_BYTES):
-        raise ValueError(f"weight bucket: a header of {header_bytes} bytes does not fit a body of {len(data)} bytes")
+        raise ValueError(
+            f"weight bucket: a header of {header_bytes} bytes does not fit a body of {len(data)} bytes"
+        )
     end = _FIXED_BYTES + header_bytes
     try:
         header = msgspec.json.decode(data[_FIXED_BYTES:end], type=_Header)
@@ -61,7 +66,9 @@ def decode_bucket(body: bytes | bytearray | memoryview) -> WeightBucket:
         raise ValueError(f"weight bucket: malformed header: {error}") from error
     payload = data[end:]
     if len(payload) != header.buffer_bytes:
-        raise ValueError(f"weight bucket: expected a buffer of {header.buffer_bytes} bytes, got {len(payload)}")
+        raise ValueError(
+            f"weight bucket: expected a buffer of {header.buffer_bytes} bytes, got {len(payload)}"
+        )
     if zlib.crc32(payload) != header.crc32:
         raise ValueError("weight bucket: the buffer fails its checksum; send it again")
     names = [spec.name for spec in header.tensors]

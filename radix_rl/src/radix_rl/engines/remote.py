@@ -1,0 +1,270 @@
+"""`RemoteEngine`: a server that speaks SGLang's API, ours or SGLang itself, behind the engine contract."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import httpx
+import msgspec
+
+from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
+from radix_rl.engines.health_watch import HealthWatch
+from radix_rl.engines.http_client import HttpClient
+from radix_rl.engines.retry import RetryPolicy, with_retries
+from radix_rl.engines.sglang_api import TokenShapes, generate_body, parse_answer
+from radix_rl.errors import ConfigurationError, EngineDeadError, EngineError
+from radix_rl.types import GenerateOutput, GenerateRequest
+from radix_rl.weights.bucket import WeightBucket
+from radix_rl.weights.wire import CONTENT_TYPE, encode_bucket
+from radix_transfer_plugins import OutputStore, StoreRef
+from radix_transfer_plugins.errors import OutputStoreError
+from radix_transfer_plugins.ref import REF_VERSION
+
+logger = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 10.0
+LATE_ANSWER_TIMEOUT_S = 10.0
+"""How long a cancelled request's answer is waited for, so that its stored object can be deleted."""
+
+
+class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    api_key: str | None = None
+    admin_api_key: str | None = None
+    """For control calls; without it they use `api_key`."""
+    connect_timeout_s: float = 5.0
+    request_timeout_s: float = 600.0
+    """Deadline of one generation, all tries together."""
+    start_timeout_s: float = 300.0
+    """How long a server may take until it answers /health."""
+    num_layers: int | None = None
+    """Shape of inline routed experts, for a server whose /model_info does not tell it."""
+    experts_per_token: int | None = None
+
+
+class RemoteEngine(Engine):
+    """A client only: it neither starts nor ends the server. `capabilities` are known after `start`."""
+
+    def __init__(
+        self,
+        base_url: str,
+        settings: RemoteSettings,
+        *,
+        needs_output_store: str | None = None,
+        store: OutputStore | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`needs_output_store`: backend name without which `start` refuses the server. `store` (not owned)
+        is the reader's client of it: objects of cancelled requests that were answered nevertheless are
+        deleted through it."""
+        self._settings = settings
+        self._needs_output_store = needs_output_store
+        self._store = store
+        self._retry = RetryPolicy(deadline_s=settings.request_timeout_s)
+        self._http = HttpClient(
+            base_url,
+            api_key=settings.api_key,
+            admin_api_key=settings.admin_api_key,
+            connect_timeout_s=settings.connect_timeout_s,
+            transport=transport,
+        )
+        self._watch = HealthWatch(self._probe)
+        self._capabilities: EngineCapabilities | None = None
+        self._shapes: TokenShapes = {}
+        self._is_paused = False
+        self._in_background: set[asyncio.Task[None]] = set()
+
+    @property
+    def base_url(self) -> str:
+        return self._http.base_url
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        if self._capabilities is None:
+            raise EngineError(f"{self.base_url}: start() comes before capabilities")
+        return self._capabilities
+
+    async def start(self) -> EngineInfo:
+        """Connect. Raises EngineDeadError if the server is not healthy in time, ConfigurationError if it
+        lacks the store."""
+        patience = RetryPolicy(max_tries=1 << 30, deadline_s=self._settings.start_timeout_s)
+        await self._http.get("/health", patience)
+        server = await self._http.get("/server_info")
+        if not isinstance(server, dict):
+            raise ConfigurationError(f"{self.base_url}/server_info: expected a JSON object, got {server!r}")
+        self._capabilities = self._capabilities_of(server)
+        self._check_store(server)
+        info = await self.info()
+        if info.num_layers and info.experts_per_token:
+            self._shapes["routed_experts"] = (info.num_layers, info.experts_per_token)
+        return info
+
+    async def info(self) -> EngineInfo:
+        model = await self._http.get("/model_info")
+        settings = self._settings
+        try:
+            return EngineInfo(
+                model_path=model["model_path"],
+                weight_version=str(model["weight_version"]),
+                # SGLang tells neither of these here: 0 is "not told".
+                context_length=model.get("context_length") or 0,
+                vocab_size=model.get("vocab_size") or 0,
+                num_layers=model.get("num_hidden_layers") or settings.num_layers or 0,
+                num_experts=model.get("num_experts"),
+                experts_per_token=model.get("num_experts_per_tok") or settings.experts_per_token,
+            )
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"{self.base_url}/model_info is not of SGLang's shape: {error!r}") from error
+
+    async def generate(self, request: GenerateRequest) -> GenerateOutput:
+        """Connection errors and 5xx are tried again under a new server-side id until the deadline."""
+        rids: list[str] = []
+        call = asyncio.create_task(self._generate(request, rids))
+        try:
+            return await self._watch.guard(call)
+        except asyncio.CancelledError:
+            self._later(self._reap(call, rids))
+            raise
+        except EngineDeadError:
+            call.cancel()
+            raise
+
+    async def _generate(self, request: GenerateRequest, rids: list[str]) -> GenerateOutput:
+        async def attempt() -> Any:
+            rids.append(f"{request.request_id}_{uuid.uuid4().hex[:8]}")
+            try:
+                return await self._http.post("/generate", generate_body(request, rids[-1]))
+            except EngineError:
+                # The server frees what nobody waits for; this reaches it behind a proxy that holds on.
+                self._later(self._abort_quietly(rids[-1]))
+                raise
+
+        answer = await with_retries(self._retry, f"{self.base_url}/generate", attempt)
+        try:
+            return parse_answer(request, answer, self._shapes)
+        except Exception:
+            await self._discard(answer)
+            raise
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """The server knows a request under its id, `_` and the try: it takes the id for all of them."""
+        body = {"abort_all": True} if request_id is None else {"rid": request_id}
+        await self._http.post("/abort_request", body, admin=True)
+
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        await self._http.post("/pause_generation", {"mode": mode}, admin=True)
+        self._is_paused = True
+
+    async def resume(self) -> None:
+        if self._is_paused:
+            await self._http.post("/continue_generation", admin=True)
+            self._is_paused = False
+
+    async def sleep(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None:
+        await self._http.post("/release_memory_occupation", {"tags": list(tags)}, admin=True)
+
+    async def wake(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None:
+        await self._http.post("/resume_memory_occupation", {"tags": list(tags)}, admin=True)
+
+    async def flush_cache(self) -> None:
+        await self._http.post("/flush_cache", admin=True)
+
+    async def begin_weight_update(self, version: str) -> None:
+        await self._http.post("/begin_weight_update", {"weight_version": version}, admin=True)
+
+    async def update_weights(self, bucket: WeightBucket) -> None:
+        await self.update_weights_encoded(encode_bucket(bucket))
+
+    async def update_weights_encoded(self, body: bytes) -> None:
+        """`body` is `encode_bucket`'s: a fleet shares one encoding."""
+        await self._http.post_bytes("/update_weights_from_tensor", body, CONTENT_TYPE)
+
+    async def commit_weight_update(self, version: str) -> None:
+        await self._http.post("/end_weight_update", {"weight_version": version}, admin=True)
+
+    async def abort_weight_update(self) -> None:
+        await self._http.post("/abort_weight_update", admin=True)
+
+    async def health(self) -> None:
+        await self._probe()
+
+    async def close(self) -> None:
+        """Waits for clean-up calls; the server goes on."""
+        if self._in_background:
+            await asyncio.gather(*self._in_background, return_exceptions=True)
+        await self._http.close()
+
+    def _capabilities_of(self, server: Mapping[str, Any]) -> EngineCapabilities:
+        """Our server tells them; of SGLang's, its flags do. Weights travel in our binary form, which only
+        ours takes."""
+        told = server.get("capabilities") or {}
+        store = server.get("output_store") or {}
+        routed = server.get("enable_return_routed_experts", False)
+        return EngineCapabilities(
+            routed_experts=bool(told.get("routed_experts", True) and routed),
+            indexer_topk=bool(told.get("indexer_topk", server.get("enable_return_indexer_topk", False))),
+            sampling_mask=bool(told.get("sampling_mask", server.get("enable_return_sampling_mask", False))),
+            output_store=store.get("backend") if store.get("enabled") else None,
+            pause_modes=tuple(told.get("pause_modes", ("abort", "retract", "in_place"))),
+            sleep_tags=tuple(told.get("sleep_tags", ("weights", "kv_cache"))),
+            weight_transports=("http",) if server.get("server") == "radix-rl" else (),
+        )
+
+    def _check_store(self, server: Mapping[str, Any]) -> None:
+        needed, found = self._needs_output_store, self.capabilities.output_store
+        if needed is None:
+            return
+        if found != needed:
+            has = f"writes to {found!r}" if found else "has no output store"
+            raise ConfigurationError(
+                f"{self.base_url}: the run needs the output store {needed!r}, but the server {has}; start "
+                "it with "
+                f"--output-store-backend {needed} --output-store-backend-extra-config JSON (SGLang and "
+                "vLLM need the "
+                "package radix-engine-plugins), or set output_store.enabled=false"
+            )
+        version = server["output_store"].get("ref_version")
+        if version != REF_VERSION:
+            raise ConfigurationError(
+                f"{self.base_url}: the server writes references of version {version!r}, this reader knows "
+                f"{REF_VERSION}; "
+                "install the same radix-transfer-plugins on both"
+            )
+
+    async def _probe(self) -> None:
+        policy = RetryPolicy(max_tries=1, deadline_s=PROBE_TIMEOUT_S)
+        await self._http.get("/health", policy)
+
+    async def _reap(self, call: asyncio.Task[GenerateOutput], rids: list[str]) -> None:
+        """End a request whose caller is gone. Its answer may be on the way: then its object is ours to
+        delete."""
+        if rids:
+            await self._abort_quietly(rids[-1])
+        await asyncio.wait([call], timeout=LATE_ANSWER_TIMEOUT_S)
+        if not call.done():
+            call.cancel()
+        elif not call.cancelled() and call.exception() is None:
+            await self._discard({"meta_info": {"output_store_ref": call.result().output_store_ref}})
+
+    async def _abort_quietly(self, rid: str) -> None:
+        try:
+            await asyncio.wait_for(self.abort(rid), PROBE_TIMEOUT_S)
+        except (EngineError, TimeoutError, ConfigurationError, ValueError) as error:
+            logger.debug("abort of %s: %s", rid, error)
+
+    async def _discard(self, answer: Any) -> None:
+        """Delete the object of an answer that nobody will read."""
+        meta = answer.get("meta_info") if isinstance(answer, dict) else None
+        ref = meta.get("output_store_ref") if isinstance(meta, dict) else None
+        if ref is None or self._store is None:
+            return
+        try:
+            await asyncio.to_thread(self._store.delete_many, [StoreRef.from_builtins(ref)])
+        except OutputStoreError as error:
+            logger.warning("could not delete the object of an unread answer: %s", error)
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._in_background.add(task)
+        task.add_done_callback(self._in_background.discard)

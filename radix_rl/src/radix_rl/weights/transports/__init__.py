@@ -1,0 +1,1 @@
+"""Ways that buckets travel from trainer to engines; see `base.py`."""
