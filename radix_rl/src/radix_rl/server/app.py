@@ -1,0 +1,59 @@
+"""The ASGI application: routes, keys and error answers over one engine."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from radix_engine_plugins.writer import OutputStoreWriter
+from radix_transfer_plugins.errors import OutputStoreError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from radix_rl.engines.base import Engine
+from radix_rl.errors import RadixError
+from radix_rl.server import control_routes, generate_route, info_routes, weight_routes
+from radix_rl.server.auth import BearerAuth
+from radix_rl.server.errors import error_response
+from radix_rl.server.settings import ServerSettings
+from radix_rl.server.state import ServerState
+
+
+def create_app(
+    engine: Engine,
+    tokenizer: Any,
+    settings: ServerSettings,
+    *,
+    writer: OutputStoreWriter | None = None,
+    registry: CollectorRegistry | None = None,
+) -> FastAPI:
+    """`engine` is started; it and `writer` stay the caller's, who closes them after the server has stopped.
+
+    `writer` is the one the engine stores with, None exactly when the engine has no store. `registry` (default: a new one)
+    is what `/metrics` shows; pass the one that the writer counts into.
+    """
+    app = FastAPI(title="radix-rl", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.server = ServerState(engine, tokenizer, settings, writer, registry or CollectorRegistry())
+    app.include_router(generate_route.router)
+    app.include_router(info_routes.router)
+    app.include_router(control_routes.router)
+    app.include_router(weight_routes.router)
+    app.add_exception_handler(RadixError, _on_error)
+    app.add_exception_handler(OutputStoreError, _on_error)
+    if settings.api_key is not None or settings.admin_api_key is not None:
+        app.add_middleware(
+            BearerAuth,
+            api_key=settings.api_key,
+            admin_api_key=settings.admin_api_key,
+            admin_paths=frozenset(
+                route.path
+                for router in (control_routes.router, weight_routes.router)
+                for route in router.routes
+                if isinstance(route, Route)
+            ),
+        )
+    return app
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(error, openai=request.url.path.startswith("/v1/"))

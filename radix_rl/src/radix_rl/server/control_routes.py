@@ -1,0 +1,88 @@
+"""Routes that change the server: abort, pause, cache, memory. All are admin routes."""
+
+from typing import Any, Literal
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radix_rl.engines.base import MemoryTag, PauseMode
+from radix_rl.errors import RequestError
+from radix_rl.server.body import read_body
+from radix_rl.server.errors import json_response
+from radix_rl.server.state import state_of
+
+router = APIRouter()
+
+ALL_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+
+
+class AbortBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    rid: str | None = None
+    abort_all: bool = False
+    abort_message: str | None = None
+    finished_reason: dict[str, Any] | None = None
+    """Accepted because SGLang clients send it; the engine gives the reason."""
+
+
+class PauseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    mode: PauseMode = "abort"
+
+
+class ContinueBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    torch_empty_cache: bool = True
+    """Accepted from SGLang clients; there is nothing to empty here."""
+
+
+class MemoryBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    tags: list[Literal["weights", "kv_cache"]] | None = None
+
+
+@router.post("/abort_request")
+async def abort_request(request: Request) -> Response:
+    """End one request, all of a batch, or everything. An id that is not running is ignored: it may have just finished."""
+    body = await read_body(request, AbortBody)
+    state = state_of(request)
+    if body.abort_all:
+        await state.engine.abort()
+        return Response()
+    if not body.rid:
+        raise RequestError("abort_request: expected rid, or abort_all: true")
+    for request_id in state.running_ids(body.rid):
+        await state.engine.abort(request_id)
+    return Response()
+
+
+@router.post("/pause_generation")
+async def pause_generation(request: Request) -> Response:
+    body = await read_body(request, PauseBody)
+    await state_of(request).engine.pause(body.mode)
+    return json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+
+@router.post("/continue_generation")
+async def continue_generation(request: Request) -> Response:
+    await read_body(request, ContinueBody)
+    await state_of(request).engine.resume()
+    return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+
+@router.api_route("/flush_cache", methods=["GET", "POST"])
+async def flush_cache(request: Request) -> Response:
+    await state_of(request).engine.flush_cache()
+    return Response("Cache flushed.\n", media_type="text/plain")
+
+
+@router.api_route("/release_memory_occupation", methods=["GET", "POST"])
+async def release_memory_occupation(request: Request) -> Response:
+    body = await read_body(request, MemoryBody)
+    await state_of(request).engine.sleep(body.tags or ALL_TAGS)
+    return json_response(None)
+
+
+@router.api_route("/resume_memory_occupation", methods=["GET", "POST"])
+async def resume_memory_occupation(request: Request) -> Response:
+    body = await read_body(request, MemoryBody)
+    await state_of(request).engine.wake(body.tags or ALL_TAGS)
+    return json_response(None)

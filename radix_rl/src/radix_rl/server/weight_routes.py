@@ -1,0 +1,178 @@
+"""Weight updates: begin, binary buckets, end; or a checkpoint from disk. All are admin routes.
+
+`/update_weights_from_tensor` takes the binary body of `radix_rl.weights.wire`. SGLang's own form is a pickle, which runs
+code of whoever sends it; it is refused.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radix_rl.errors import EngineStateError, RequestError
+from radix_rl.server.body import read_body
+from radix_rl.server.errors import json_response
+from radix_rl.server.state import ServerState, state_of
+from radix_rl.weights.bucket import WeightBucket, pack_buckets
+from radix_rl.weights.wire import CONTENT_TYPE, decode_bucket
+
+router = APIRouter()
+
+_DISK_BUCKET_BYTES = 256 << 20
+
+
+class BeginBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    weight_version: str
+
+
+class EndBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    weight_version: str | None = None
+    """If given, the version of begin; a guard against mixed-up updates."""
+
+
+class EmptyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True): ...
+
+
+class DiskBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model_path: str
+    weight_version: str | None = None
+    """Default: the path."""
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+    keep_pause: bool = False
+    is_async: bool = False
+    torch_empty_cache: bool = False
+    recapture_cuda_graph: bool = False
+    token_step: int = 0
+    manifest: dict[str, Any] | None = None
+
+
+class VersionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    new_version: str
+    abort_all_requests: bool = True
+
+
+def _success(message: str, **more: Any) -> Response:
+    return json_response({"success": True, "message": message, **more})
+
+
+@router.post("/begin_weight_update")
+async def begin_weight_update(request: Request) -> Response:
+    body = await read_body(request, BeginBody)
+    state = state_of(request)
+    if state.updating_to is not None:
+        raise EngineStateError(
+            f"an update to version {state.updating_to!r} has begun; end it or call /abort_weight_update first"
+        )
+    await state.engine.begin_weight_update(body.weight_version)
+    state.updating_to = body.weight_version
+    return _success(f"update to version {body.weight_version} begun")
+
+
+@router.post("/update_weights_from_tensor")
+async def update_weights_from_tensor(request: Request) -> Response:
+    state = state_of(request)
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip()
+    if content_type != CONTENT_TYPE:
+        raise RequestError(
+            f"update_weights_from_tensor: expected a body of type {CONTENT_TYPE}, got {content_type!r}; SGLang's pickled "
+            "tensors are refused, since unpickling runs the sender's code (see docs/server.md for the binary form)"
+        )
+    _updating(state)
+    data = await request.body()
+    try:
+        bucket = await asyncio.to_thread(decode_bucket, data)
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    await state.engine.update_weights(bucket)
+    return _success(f"{len(bucket.specs)} tensors received")
+
+
+@router.post("/end_weight_update")
+async def end_weight_update(request: Request) -> Response:
+    body = await read_body(request, EndBody)
+    state = state_of(request)
+    version = _updating(state)
+    if body.weight_version not in (None, version):
+        raise RequestError(f"weight_version: expected {version!r}, which was begun, got {body.weight_version!r}")
+    await state.engine.commit_weight_update(version)
+    state.updating_to = None
+    return _success(f"version {version} is in force", weight_version=version)
+
+
+@router.post("/abort_weight_update")
+async def abort_weight_update(request: Request) -> Response:
+    """Drop a begun update; answers the same when there is none."""
+    await read_body(request, EmptyBody)
+    state = state_of(request)
+    await state.engine.abort_weight_update()
+    state.updating_to = None
+    return _success("no update is in progress")
+
+
+@router.post("/update_weights_from_disk")
+async def update_weights_from_disk(request: Request) -> Response:
+    """Load a Hugging Face checkpoint, of the same architecture, as a new version."""
+    body = await read_body(request, DiskBody)
+    state = state_of(request)
+    if body.load_format not in (None, "auto", "safetensors") or body.manifest:
+        raise RequestError(f"load_format: expected auto or safetensors and no manifest, got {body.load_format!r}")
+    if not (Path(body.model_path) / "config.json").is_file():
+        raise RequestError(f"model_path: expected a folder with a config.json, got {body.model_path!r}")
+    if state.updating_to is not None:
+        raise EngineStateError(f"an update to version {state.updating_to!r} is in progress; end or abort it first")
+    if body.abort_all_requests:
+        await state.engine.abort()
+    version = body.weight_version or body.model_path
+    buckets = await asyncio.to_thread(_read_checkpoint, body.model_path)
+    await _update(state, version, buckets)
+    return _success(f"version {version} loaded from {body.model_path}", num_paused_requests=0)
+
+
+@router.post("/update_weight_version")
+async def update_weight_version(request: Request) -> Response:
+    """Rename the weights in force, as a version whose update brings no tensor."""
+    body = await read_body(request, VersionBody)
+    state = state_of(request)
+    if state.updating_to is not None:
+        raise EngineStateError(f"an update to version {state.updating_to!r} is in progress; end or abort it first")
+    if body.abort_all_requests:
+        await state.engine.abort()
+    await _update(state, body.new_version, [])
+    return _success(f"Weight version updated to {body.new_version}", new_version=body.new_version)
+
+
+async def _update(state: ServerState, version: str, buckets: list[WeightBucket]) -> None:
+    state.updating_to = version
+    try:
+        await state.engine.begin_weight_update(version)
+        for bucket in buckets:
+            await state.engine.update_weights(bucket)
+        await state.engine.commit_weight_update(version)
+    except BaseException:
+        await state.engine.abort_weight_update()
+        raise
+    finally:
+        state.updating_to = None
+
+
+def _updating(state: ServerState) -> str:
+    if state.updating_to is None:
+        raise EngineStateError("no weight update has begun; call /begin_weight_update with a weight_version first")
+    return state.updating_to
+
+
+def _read_checkpoint(path: str) -> list[WeightBucket]:
+    """Through transformers, which turns a checkpoint's names into those of the model's parameters."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"model_path: {path!r} cannot be loaded: {error}") from error
+    return list(pack_buckets(((name, tensor.data) for name, tensor in model.named_parameters()), _DISK_BUCKET_BYTES))

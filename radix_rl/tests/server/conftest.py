@@ -1,0 +1,305 @@
+import asyncio
+import contextlib
+import socket
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable, Collection
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from radix_engine_plugins.collector import TokenOutputCollector
+from radix_engine_plugins.metrics import OutputStoreMetrics
+from radix_engine_plugins.writer import OutputStoreWriter
+from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
+from radix_rl.errors import EngineDeadError, EngineStateError, RequestError
+from radix_rl.server.app import create_app
+from radix_rl.server.runner import HttpServer, bind
+from radix_rl.server.settings import ServerSettings
+from radix_rl.types import (
+    FinishReason,
+    GenerateOutput,
+    GenerateRequest,
+    PartialOutput,
+    VersionSpan,
+)
+from radix_rl.weights.bucket import WeightBucket
+from radix_transfer_plugins import OutputStore, create_backend
+
+VOCAB = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.!?0123456789"
+EOS = len(VOCAB)
+
+
+class LetterTokenizer:
+    """One token a letter; EOS is the last id."""
+
+    chat_template = "yes"
+
+    def encode(self, text: str) -> list[int]:
+        return [VOCAB.index(letter) for letter in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True, **_: Any) -> str:
+        return "".join(
+            VOCAB[token] if token < EOS else ("" if skip_special_tokens else "<eos>") for token in token_ids
+        )
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        return self.encode(" ".join(message["content"] for message in messages))
+
+
+class LetterEngine(Engine):
+    """Answers with the letters after the prompt's last one, one at a time, `step_s` apart.
+
+    Token i's routed experts are `[[i, token], [-1, -1]]`. Faults: `fail_with` makes every generate raise after its
+    first token; `state_error` makes `health` and new requests raise.
+    """
+
+    def __init__(self, writer: OutputStoreWriter | None, backend: str | None) -> None:
+        self.writer = writer
+        self.backend = backend
+        self.step_s = 0.0
+        self.fail_with: Exception | None = None
+        self.fail_ids: set[str] = set()
+        self.state_error: Exception | None = None
+        self.version = "0"
+        self.running: dict[str, asyncio.Event] = {}
+        self.calls: list[Any] = []
+        self.unpaused = asyncio.Event()
+        self.unpaused.set()
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities(
+            routed_experts=True,
+            indexer_topk=False,
+            sampling_mask=True,
+            output_store=self.backend,
+            pause_modes=("abort", "retract", "in_place"),
+            sleep_tags=("weights", "kv_cache"),
+            weight_transports=("memory",),
+        )
+
+    async def start(self) -> EngineInfo:
+        return await self.info()
+
+    async def info(self) -> EngineInfo:
+        return EngineInfo(
+            model_path="/models/letters",
+            weight_version=self.version,
+            context_length=512,
+            vocab_size=len(VOCAB) + 1,
+            num_layers=2,
+            num_experts=256,
+            experts_per_token=2,
+        )
+
+    async def generate(self, request: GenerateRequest) -> GenerateOutput:
+        async for output in self.stream(request):
+            if isinstance(output, GenerateOutput):
+                return output
+        raise AssertionError("a stream ends with its output")
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[PartialOutput | GenerateOutput]:
+        if self.state_error is not None:
+            raise self.state_error
+        if request.request_id in self.running:
+            raise RequestError(f"duplicate {request.request_id}")
+        aborted = self.running[request.request_id] = asyncio.Event()
+        try:
+            await self.unpaused.wait()
+            ids: list[int] = []
+            while len(ids) < request.sampling.max_new_tokens and not aborted.is_set():
+                await asyncio.sleep(self.step_s)
+                if self.fail_with is not None or request.request_id in self.fail_ids:
+                    raise self.fail_with or RuntimeError("this one fails")
+                ids.append((([*request.input_ids, *ids][-1]) + 1) % EOS)
+                if ids[-1] in request.sampling.stop_token_ids:
+                    break
+                yield PartialOutput(
+                    request_id=request.request_id,
+                    prompt_tokens=len(request.input_ids),
+                    output_ids=tuple(ids),
+                    output_logprobs=tuple(-0.5 for _ in ids),
+                    version_spans=(VersionSpan(0, len(ids), self.version),),
+                )
+            yield await self._finish(request, ids, aborted.is_set())
+        finally:
+            self.running.pop(request.request_id, None)
+
+    async def _finish(self, request: GenerateRequest, ids: list[int], aborted: bool) -> GenerateOutput:
+        stops = request.sampling.stop_token_ids
+        if aborted:
+            reason = FinishReason(type="abort", message="asked to")
+        elif ids and ids[-1] in stops:
+            reason = FinishReason(type="stop", matched=ids[-1])
+        else:
+            reason = FinishReason(type="length", length=request.sampling.max_new_tokens)
+        stash, start_rows = self._replay(request, ids)
+        ref = None
+        if stash is not None and request.return_outputs_via_store:
+            assert self.writer is not None
+            ref = (await self.writer.write(stash, start_rows)).to_builtins()
+        return GenerateOutput(
+            request_id=request.request_id,
+            prompt_tokens=len(request.input_ids),
+            output_ids=tuple(ids),
+            output_logprobs=tuple(-0.5 for _ in ids),
+            finish_reason=reason,
+            version_spans=(VersionSpan(0, len(ids), self.version),),
+            cached_tokens=1,
+            outputs=None if ref else stash,
+            routed_experts_start=request.routed_experts_start_len,
+            output_store_ref=ref,
+        )
+
+    def _replay(self, request: GenerateRequest, ids: list[int]) -> tuple[Any, dict[str, int]]:
+        if not (request.return_routed_experts or request.return_sampling_mask):
+            return None, {}
+        support = request.sampling_logprobs_mode == "support"
+        collector = TokenOutputCollector(
+            routed_experts_shape=(2, 2) if request.return_routed_experts else None,
+            sampling_mask=request.return_sampling_mask,
+            sampling_mask_logprobs=request.return_sampling_mask and support,
+            start_row=request.routed_experts_start_len,
+        )
+        forwarded = len(request.input_ids) + max(len(ids) - 1, 0)
+        if request.return_routed_experts:
+            tokens = [*request.input_ids, *ids][:forwarded]
+            rows = np.array([[[i, t], [-1, -1]] for i, t in enumerate(tokens)], np.int32).reshape(-1, 2, 2)
+            collector.add_routed_experts(rows)
+        if request.return_sampling_mask:
+            for token in ids:
+                mask_logprobs = np.array([-0.5, -1.0], np.float32) if support else None
+                collector.add_sampling_mask(np.array([token, 0], np.int32), mask_logprobs)
+        return collector.to_stash(forwarded), collector.start_rows()
+
+    async def abort(self, request_id: str | None = None) -> None:
+        for name, event in self.running.items():
+            if request_id in (None, name):
+                event.set()
+
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        if not self.unpaused.is_set():
+            raise EngineStateError("paused already")
+        self.calls.append(("pause", mode))
+        self.unpaused.clear()
+
+    async def resume(self) -> None:
+        self.unpaused.set()
+
+    async def sleep(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None:
+        self.calls.append(("sleep", tuple(tags)))
+
+    async def wake(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None:
+        self.calls.append(("wake", tuple(tags)))
+
+    async def flush_cache(self) -> None:
+        self.calls.append("flush")
+
+    async def begin_weight_update(self, version: str) -> None:
+        self.calls.append(("begin", version))
+
+    async def update_weights(self, bucket: WeightBucket) -> None:
+        self.calls.append(("update", {name: tensor.clone() for name, tensor in bucket.tensors()}))
+
+    async def commit_weight_update(self, version: str) -> None:
+        self.calls.append(("commit", version))
+        self.version = version
+
+    async def abort_weight_update(self) -> None:
+        self.calls.append("abort_update")
+
+    async def health(self) -> None:
+        if self.state_error is not None:
+            raise EngineDeadError(str(self.state_error))
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+
+class RunningServer:
+    """A server on a real loopback socket, its engine on a thread of its own."""
+
+    def __init__(self, url: str, engine: LetterEngine, writer: OutputStoreWriter | None, store: OutputStore) -> None:
+        self.url = url
+        self.engine = engine
+        self.writer = writer
+        self.store = store
+        """A second view of the server's store, for assertions."""
+        self.client = httpx.Client(base_url=url, timeout=30)
+
+    def generate(self, **body: Any) -> httpx.Response:
+        return self.client.post("/generate", json=body)
+
+    def objects(self) -> set[str]:
+        """Keys of stored objects, field names cut off."""
+        return {info.key.rpartition("/")[0] for info in self.store.list_objects()}
+
+
+@contextlib.contextmanager
+def _running(*, store: bool = True, **settings: Any):
+    registry = CollectorRegistry()
+    config = {"name": uuid.uuid4().hex, "key_prefix": "test/run"}
+    view = OutputStore(backend=create_backend("memory", config))
+    writer = None
+    if store:
+        written = OutputStore(backend=create_backend("memory", config))
+        writer = OutputStoreWriter(written, metrics=OutputStoreMetrics(registry))
+    sock = bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    ready = threading.Event()
+    holder: dict[str, Any] = {}
+
+    async def main() -> None:
+        engine = LetterEngine(writer, "memory" if store else None)
+        defaults = {
+            "model_path": "/models/letters",
+            "served_model_name": "letters",
+            "enable_return_routed_experts": True,
+            "output_store_backend": "memory" if store else None,
+        }
+        app = create_app(
+            engine, LetterTokenizer(), ServerSettings(**(defaults | settings)), writer=writer, registry=registry
+        )
+        server = HttpServer(app, drain_s=1)
+        holder.update(engine=engine, server=server, loop=asyncio.get_running_loop())
+        try:
+            await server.run_on(sock, handle_signals=False, on_ready=ready.set)
+        finally:
+            if writer is not None:
+                await writer.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    try:
+        assert ready.wait(30), "the server did not start"
+        running = RunningServer(f"http://127.0.0.1:{port}", holder["engine"], writer, view)
+        with running.client:
+            yield running
+    finally:
+        if "server" in holder:
+            holder["loop"].call_soon_threadsafe(holder["server"].stop)
+        thread.join(30)
+        assert not thread.is_alive()
+        view.close()
+
+
+@pytest.fixture
+def run_server() -> Callable[..., contextlib.AbstractContextManager[RunningServer]]:
+    """`with run_server(...) as server`, to look at what is left after it has stopped."""
+    return _running
+
+
+@pytest.fixture
+def server():
+    with _running() as running:
+        yield running
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
