@@ -1,0 +1,129 @@
+"""How transformers models are made to read the slots: an attention function and a mask function under one name.
+
+Outside an engine step both are transformers' own "sdpa", so a model whose configuration object is shared with the engine's
+model still works.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from radix_rl.engines.embedded.step import active_step
+
+ATTENTION_NAME = "radix_slots"
+
+
+def register_attention() -> None:
+    """Make the name known to transformers. Idempotent."""
+    AttentionInterface.register(ATTENTION_NAME, slot_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, slot_mask)
+
+
+def slot_mask(
+    *, mask_function: Callable[..., torch.Tensor] = causal_mask_function, device: Any = None, **kwargs: Any
+) -> torch.Tensor | None:
+    """Additive mask `[b, 1, S, key_length]` of a step, or None where every key may be seen.
+
+    transformers' mask functions compare query and key positions elementwise; here queries of one column lie at different
+    positions, so the functions get `[b, 1, S, 1]` positions in place of one range.
+    """
+    step = active_step()
+    if step is None:
+        return sdpa_mask(mask_function=mask_function, device=device, **kwargs)
+    only_causal = mask_function is causal_mask_function and kwargs.get("allow_is_causal_skip", True)
+    if only_causal and step.num_slots == 1 and step.num_columns == 1:
+        return None
+    positions = step.positions
+    queries = positions[:, None, :, None]
+    keys = torch.arange(step.key_length, device=positions.device)[None, None, None, :]
+    if mask_function is causal_mask_function:
+        visible = keys <= queries
+    else:
+        batch = torch.arange(step.num_slots, device=positions.device)[:, None, None, None]
+        head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=positions.device)
+        visible = mask_function(batch, head, queries, keys)
+    dtype = kwargs.get("dtype") or torch.float32
+    return torch.zeros(visible.shape, dtype=dtype, device=positions.device).masked_fill_(
+        ~visible, float("-inf")
+    )
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`query` `[b, heads, S, d]`, `key`/`value` `[b, key_heads, L, d]`; returns `[b, S, heads, d]`.
+
+    Query heads that share a key head become further rows of one attention problem, so keys are never repeated in memory.
+    """
+    step = active_step()
+    if step is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if kwargs.get("position_bias") is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} adds a position bias, which the slot attention does not know"
+        )
+    batch, heads, columns, width = query.shape
+    groups = heads // key.shape[1]
+    mask = attention_mask
+    if kwargs.get("indices") is not None:
+        mask = _keep_only(mask, kwargs["indices"], key.shape[2], query.dtype)
+    elif mask is not None and mask.dtype != torch.bool and mask.dtype != query.dtype:
+        mask = mask.to(query.dtype)
+    sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
+    if sinks is not None or softcap is not None:
+        scaling = width**-0.5 if scaling is None else scaling
+        return _explicit_attention(query, key, value, mask, scaling, sinks, softcap), None
+    if mask is not None:
+        mask = step.repeat_mask(mask, groups)
+    grouped = query.reshape(batch, key.shape[1], groups * columns, width)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=mask, scale=scaling
+    )
+    return output.reshape(batch, heads, columns, value.shape[-1]).transpose(1, 2), None
+
+
+def _keep_only(
+    mask: torch.Tensor | None, indices: torch.Tensor, key_length: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Mask of sparse attention: of what `mask` shows, the key positions `indices` `[b, S, k]`."""
+    dropped = torch.full((*indices.shape[:2], key_length), float("-inf"), dtype=dtype, device=indices.device)
+    dropped.scatter_(-1, indices.long(), 0.0)
+    return dropped[:, None] if mask is None else mask.to(dtype) + dropped[:, None]
+
+
+def _explicit_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention with a logit cap (Gemma) or a learned sink per head (gpt-oss), in plain products."""
+    batch, heads, columns, width = query.shape
+    key_heads = key.shape[1]
+    grouped = query.reshape(batch, key_heads, -1, width)
+    scores = (torch.matmul(grouped, key.transpose(2, 3)) * scaling).view(batch, heads, columns, -1)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    scores = scores.float()
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1).expand(batch, heads, columns, 1).to(scores.dtype)
+        weights = torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    weights = weights.to(value.dtype).reshape(batch, key_heads, -1, key.shape[2])
+    return torch.matmul(weights, value).view(batch, heads, columns, value.shape[-1]).transpose(1, 2)

@@ -1,0 +1,318 @@
+"""`EngineCore`: the scheduler. One `step` admits, prefills and decodes; everything here runs on the worker thread."""
+
+import logging
+from collections import deque
+from collections.abc import Sequence as Rows
+
+import numpy as np
+
+from radix_rl.engines.base import PauseMode
+from radix_rl.engines.embedded.finish import FinishCheck
+from radix_rl.engines.embedded.runner import ModelRunner
+from radix_rl.engines.embedded.sampler import Sampled, Sampler
+from radix_rl.engines.embedded.sampling_batch import SamplingBatch
+from radix_rl.engines.embedded.sequence import Sequence, SequenceState
+from radix_rl.engines.embedded.slot_table import SlotTable
+from radix_rl.engines.embedded.stats import EngineStats
+from radix_rl.engines.embedded.weights import WeightUpdater
+from radix_rl.errors import EngineStateError, RequestError
+from radix_rl.types import FinishReason
+
+logger = logging.getLogger(__name__)
+
+_MAX_PREFILL_PADDING = 2.0
+"""Prompts of unequal length are prefilled together while padding at most doubles the work."""
+
+
+class EngineCore:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_running_requests: int,
+        chunked_prefill_tokens: int,
+        weight_version: str,
+    ) -> None:
+        self.runner = runner
+        self.weights = WeightUpdater(runner.model, weight_version)
+        self.sampler = Sampler(runner.vocab_size, runner.device)
+        self.paused: PauseMode | None = None
+        self.waiting: deque[Sequence] = deque()
+        self.slots = SlotTable(runner.cache, max_running_requests)
+        self.generated_tokens = 0
+        self.prefilled_tokens = 0
+        self._finish = FinishCheck(runner.loaded.tokenizer)
+        self._chunk_tokens = chunked_prefill_tokens
+        self._by_id: dict[str, Sequence] = {}
+        self._sampling: SamplingBatch | None = None
+        self._non_finite_cleared = 0
+
+    # Requests
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a request, by order of arrival. Raises EngineStateError without weights or cache."""
+        if self.weights.version is None:
+            raise EngineStateError("the engine has no weights; commit a weight update before generating")
+        if not self.runner.cache.allocated:
+            raise EngineStateError("the key-value cache is asleep; wake(['kv_cache']) before generating")
+        if sequence.request.request_id in self._by_id:
+            raise RequestError(
+                f"request_id {sequence.request.request_id!r} belongs to a running request; use a new one"
+            )
+        self._by_id[sequence.request.request_id] = sequence
+        self.waiting.append(sequence)
+
+    def abort(self, request_id: str | None = None, message: str = "aborted") -> None:
+        """End one request, or all, with what they have. An unknown id is ignored."""
+        ids = list(self._by_id) if request_id is None else [request_id]
+        targets = {id(self._by_id[i]) for i in ids if i in self._by_id}
+        reason = FinishReason(type="abort", message=message)
+        for sequence in list(self.waiting):
+            if id(sequence) in targets:
+                self.waiting.remove(sequence)
+                self._end(sequence, reason, None)
+        self._finish_slots([(s, reason) for s in self.slots.running if id(s) in targets])
+
+    def abort_sequence(self, sequence: Sequence) -> None:
+        """End this request, and no other that has taken its id since."""
+        if self._by_id.get(sequence.request.request_id) is sequence:
+            self.abort(sequence.request.request_id)
+
+    def fail_all(self, error: Exception) -> None:
+        """After a step that raised: nothing here can be trusted any more."""
+        for sequence in list(self._by_id.values()):
+            sequence.error = error
+            sequence.on_finish(sequence)
+        self._by_id.clear()
+        self.waiting.clear()
+
+    # State
+
+    def pause(self, mode: PauseMode) -> None:
+        if self.paused is not None:
+            raise EngineStateError(f"the engine is paused already ({self.paused}); resume it first")
+        self.paused = mode
+        if mode == "abort":
+            self.abort(message="the engine was paused")
+        elif mode == "retract":
+            for slot in range(len(self.slots.running) - 1, -1, -1):
+                self._retract(slot)
+
+    def resume(self) -> None:
+        self.paused = None
+
+    def commit_weights(self, version: str) -> None:
+        """Requests that are running must be paused; in_place they keep their cache and go on under the new version."""
+        self.weights.check_complete(version)
+        if self.slots.running and self.paused is None:
+            raise EngineStateError(
+                f"{len(self.slots.running)} requests are running; pause the engine before a weight update is committed"
+            )
+        old = self.weights.version
+        for sequence in self._by_id.values():
+            if old is not None:
+                sequence.close_span(old)
+            sequence.cache_version = None
+        self.weights.commit(version)
+        self.flush_prefixes()
+
+    def rename_weights(self, version: str) -> None:
+        """Give the weights in force another version name."""
+        if self.weights.version is None:
+            raise EngineStateError("the engine has no weights to name")
+        for sequence in self._by_id.values():
+            sequence.close_span(self.weights.version)
+        self.weights.version = version
+
+    def flush_prefixes(self) -> None:
+        """Forget cached prefixes."""
+
+    def check_health(self) -> None:
+        """Raises EngineStateError while it cannot generate."""
+        if self.weights.version is None:
+            raise EngineStateError("the engine has no weights; commit a weight update")
+        if not self.runner.cache.allocated:
+            raise EngineStateError("the key-value cache is asleep; wake(['kv_cache'])")
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self.slots.running),
+            num_waiting=len(self.waiting),
+            kv_cache_tokens=self.runner.cache.capacity_tokens,
+            kv_cache_tokens_used=sum(sequence.computed for sequence in self.slots.running),
+            prefix_cache_tokens_used=0,
+            generated_tokens=self.generated_tokens,
+            prefilled_tokens=self.prefilled_tokens,
+            non_finite_logprobs=self.sampler.num_non_finite,
+            paused=self.paused,
+            weight_version=self.weights.version,
+        )
+
+    def sleep(self, tags: Rows[str]) -> None:
+        if self.slots.running and not (self.paused == "in_place" and "kv_cache" not in tags):
+            raise EngineStateError(
+                f"{len(self.slots.running)} requests hold the cache; pause with abort or retract before sleep, or pause "
+                "in_place and let only the weights sleep"
+            )
+        if "weights" in tags:
+            if self.weights.version is not None:
+                for sequence in self._by_id.values():
+                    sequence.close_span(self.weights.version)
+            self.weights.sleep()
+        if "kv_cache" in tags and self.runner.cache.allocated:
+            self.flush_prefixes()
+            self.runner.cache.release()
+
+    def wake(self, tags: Rows[str]) -> None:
+        if "weights" in tags:
+            self.weights.wake()
+        if "kv_cache" in tags and not self.runner.cache.allocated:
+            if not self.weights.awake:
+                raise EngineStateError("the weights are asleep; wake them before the cache takes its memory")
+            self.runner.cache.allocate()
+
+    # Steps
+
+    @property
+    def can_step(self) -> bool:
+        return (
+            self.paused is None
+            and self.weights.version is not None
+            and self.runner.cache.allocated
+            and bool(self.waiting or self.slots.running)
+        )
+
+    def step(self) -> None:
+        self._clear_non_finite()
+        while self.waiting and self.slots.try_add(self.waiting[0]):
+            self._admitted(self.waiting.popleft())
+        if self.slots.prefilling:
+            self._prefill()
+        if self.slots.num_decoding:
+            self._decode()
+
+    def _admitted(self, sequence: Sequence) -> None:
+        sequence.computed = 0
+        sequence.cache_version = self.weights.version
+
+    def _clear_non_finite(self) -> None:
+        """Non-finite keys or values of an earlier request would spoil the next owner of their slot."""
+        if not self.slots.running and self.sampler.num_non_finite > self._non_finite_cleared:
+            self.runner.cache.zero()
+            self._non_finite_cleared = self.sampler.num_non_finite
+
+    def _prefill(self) -> None:
+        group, lengths = self._prefill_group()
+        first_slot = self.slots.num_decoding
+        logits = self.runner.prefill(group, first_slot, lengths)
+        self.prefilled_tokens += sum(lengths)
+        done = [i for i, sequence in enumerate(group) if sequence.computed == sequence.num_tokens]
+        if not done:
+            return
+        # Only the last of a group can be unfinished: the others would not have left room for it.
+        self.slots.prefill_done(len(done))
+        sampled_rows = [
+            i for i in done if len(group[i].output_ids) < group[i].request.sampling.max_new_tokens
+        ]
+        silent = [group[i] for i in done if i not in sampled_rows]
+        if sampled_rows:
+            sequences = [group[i] for i in sampled_rows]
+            batch = SamplingBatch(sequences, self.runner.vocab_size, self.runner.device)
+            rows = logits if len(sampled_rows) == len(group) else logits[sampled_rows]
+            self._accept(sequences, self.sampler.sample(rows, batch))
+        self._finish_slots([(sequence, FinishReason(type="length", length=0)) for sequence in silent])
+
+    def _prefill_group(self) -> tuple[list[Sequence], list[int]]:
+        """The oldest prefilling requests whose padded chunks fit one step."""
+        group: list[Sequence] = []
+        lengths: list[int] = []
+        for sequence in self.slots.prefilling:
+            left = sequence.num_tokens - sequence.computed
+            columns = max(left, *lengths) if lengths else left
+            padded = columns * (len(group) + 1)
+            if group and (
+                padded > self._chunk_tokens or padded > _MAX_PREFILL_PADDING * (sum(lengths) + left)
+            ):
+                break
+            group.append(sequence)
+            lengths.append(min(left, self._chunk_tokens))
+            if left > self._chunk_tokens:
+                break
+        return group, lengths
+
+    def _decode(self) -> None:
+        sequences = self.slots.decoding
+        logits = self.runner.decode(sequences)
+        if self._sampling is None or not self._sampling.matches(sequences):
+            self._sampling = SamplingBatch(sequences, self.runner.vocab_size, self.runner.device)
+        self._accept(sequences, self.sampler.sample(logits, self._sampling))
+
+    def _accept(self, sequences: list[Sequence], sampled: Sampled) -> None:
+        finished: list[tuple[Sequence, FinishReason]] = []
+        for row, (sequence, token, logprob) in enumerate(
+            zip(sequences, sampled.tokens, sampled.logprobs, strict=True)
+        ):
+            sequence.output_ids.append(token)
+            sequence.output_logprobs.append(logprob)
+            if sequence.request.return_sampling_mask:
+                sequence.mask_ids.append(sampled.supports[row].token_ids)
+                sequence.mask_logprobs.append(sampled.supports[row].logprobs)
+            reason = self._finish.after_token(sequence, token)
+            if reason is not None:
+                finished.append((sequence, reason))
+            elif sequence.on_tokens is not None:
+                sequence.on_tokens(sequence)
+        self.generated_tokens += len(sequences)
+        self._finish_slots(finished)
+
+    # Ends
+
+    def _finish_slots(self, ends: list[tuple[Sequence, FinishReason]]) -> None:
+        reasons = {id(sequence): reason for sequence, reason in ends}
+        if not reasons:
+            return
+        for slot in range(len(self.slots.running) - 1, -1, -1):
+            sequence = self.slots.running[slot]
+            reason = reasons.get(id(sequence))
+            if reason is not None:
+                self._end(sequence, reason, slot)
+                self.slots.remove(slot)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, slot: int | None) -> None:
+        if self.weights.version is not None:
+            sequence.close_span(self.weights.version)
+        sequence.rows = self._rows(sequence, slot)
+        sequence.finish_reason = reason
+        sequence.state = SequenceState.FINISHED
+        del self._by_id[sequence.request.request_id]
+        sequence.on_finish(sequence)
+
+    def _retract(self, slot: int) -> None:
+        """Back to the head of the queue; what was sampled stays, its cache goes."""
+        sequence = self.slots.running[slot]
+        sequence.saved_rows = self._rows(sequence, slot)
+        self.slots.remove(slot)
+        sequence.computed = 0
+        sequence.state = SequenceState.WAITING
+        self.waiting.appendleft(sequence)
+
+    def _rows(self, sequence: Sequence, slot: int | None) -> dict[str, np.ndarray]:
+        """Rows of every field that the request wants: saved ones first, the slot's after them."""
+        wanted = {
+            "routed_experts": sequence.request.return_routed_experts,
+            "indexer_topk": sequence.request.return_indexer_topk,
+        }
+        rows: dict[str, np.ndarray] = {}
+        for field, capture in self.runner.captures.items():
+            if not wanted[field]:
+                continue
+            saved = sequence.saved_rows.get(field)
+            start = 0 if saved is None else len(saved)
+            if slot is not None and sequence.computed > start:
+                fresh = capture.read(slot, start, sequence.computed)
+                rows[field] = fresh if saved is None else np.concatenate((saved, fresh))
+            else:
+                rows[field] = (
+                    saved if saved is not None else np.empty((0, capture.layers, capture.top_k), np.int32)
+                )
+        return rows

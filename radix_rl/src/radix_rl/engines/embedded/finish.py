@@ -1,0 +1,33 @@
+"""When an answer ends. The order is SGLang's: length, then stop tokens, then stop strings."""
+
+from typing import Any
+
+from radix_rl.engines.embedded.sequence import Sequence
+from radix_rl.types import FinishReason
+
+
+class FinishCheck:
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+
+    def after_token(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """Why the answer ends with this token, already appended; None: it goes on. The stop token stays in the answer."""
+        params = sequence.request.sampling
+        count = len(sequence.output_ids)
+        if count >= params.max_new_tokens:
+            return FinishReason(type="length", length=params.max_new_tokens)
+        if token in sequence.stop_token_ids and count >= params.min_new_tokens:
+            return FinishReason(type="stop", matched=token)
+        if params.stop and count >= params.min_new_tokens:
+            matched = self._matched_stop_string(sequence)
+            if matched is not None:
+                return FinishReason(type="stop", matched=matched)
+        return None
+
+    def _matched_stop_string(self, sequence: Sequence) -> str | None:
+        assert self._tokenizer is not None
+        stops = sequence.request.sampling.stop
+        # A token decodes to at least part of one character, four bytes at most; the window holds any match that ends here.
+        window = 4 * max(len(stop) for stop in stops) + 1
+        text = self._tokenizer.decode(sequence.output_ids[-window:])
+        return next((stop for stop in stops if stop in text), None)

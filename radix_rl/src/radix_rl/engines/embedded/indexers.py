@@ -1,0 +1,48 @@
+"""Hooks on the indexers of sparse-attention models (DeepSeek-V3.2, GLM-MoE-DSA): which key positions were kept."""
+
+from typing import Any
+
+import torch
+
+from radix_rl.engines.embedded.capture import RowCapture
+from radix_rl.engines.embedded.kv_slots import SlotCache
+from radix_rl.engines.embedded.step import active_step
+from radix_rl.errors import ConfigurationError
+
+
+def find_indexers(layers: torch.nn.ModuleList) -> list[torch.nn.Module]:
+    """Indexers in layer order. Layers that reuse another layer's choice have none."""
+    return [
+        module
+        for layer in layers
+        for module in layer.modules()
+        if type(module).__name__.endswith("Indexer") and hasattr(module, "index_topk")
+    ]
+
+
+def attach_indexers(
+    layers: torch.nn.ModuleList, index_topk: int, max_tokens: int, cache: SlotCache, device: torch.device
+) -> RowCapture:
+    """Positions are counted within the request, as the slots are; what lies beyond a token is -1."""
+    indexers = find_indexers(layers)
+    if not indexers:
+        raise ConfigurationError("enable_return_indexer_topk: the model has no indexer; leave it off")
+    capture = RowCapture(
+        layers=len(indexers), top_k=index_topk, largest_id=2**31 - 1, max_tokens=max_tokens, device=device
+    )
+    capture.allocate(cache)
+    for number, indexer in enumerate(indexers):
+
+        def hook(_module: torch.nn.Module, _args: Any, output: torch.Tensor, number: int = number) -> None:
+            step = active_step()
+            if step is not None:
+                chosen = output.to(torch.int32)
+                # Where fewer keys exist than may be kept, top-k fills up with masked ones.
+                seen = torch.where(chosen <= step.positions[:, :, None], chosen, -1)
+                # Ascending with -1 last: the order of a set carries no meaning, and equal sets should be equal rows.
+                ordered = torch.where(seen < 0, 2**31 - 1, seen).sort(dim=-1).values
+                ordered = torch.where(ordered == 2**31 - 1, -1, ordered)
+                capture.record(number, ordered.reshape(-1, ordered.shape[-1]))
+
+        indexer.register_forward_hook(hook)
+    return capture

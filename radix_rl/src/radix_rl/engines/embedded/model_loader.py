@@ -1,0 +1,148 @@
+"""Loads a Hugging Face causal language model and makes it use the engine's cache."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from radix_rl.engines.embedded.attention import ATTENTION_NAME, register_attention
+from radix_rl.engines.embedded.config import EmbeddedEngineConfig
+from radix_rl.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: PreTrainedModel
+    tokenizer: Any | None
+    text_config: Any
+    """The configuration of the language model itself, also where it is part of a larger one."""
+    layers: torch.nn.ModuleList
+    """Decoder layers of the target model; prediction layers kept elsewhere are not among them."""
+    end_token_ids: frozenset[int]
+    context_length: int
+
+
+def load_model(
+    config: EmbeddedEngineConfig, model: PreTrainedModel | None, tokenizer: Any | None
+) -> LoadedModel:
+    """Raises ConfigurationError for a path that holds no model and for models that the engine cannot run."""
+    if (model is None) == (config.model_path is None):
+        raise ConfigurationError(
+            f"expected either model_path or a model object, got model_path={config.model_path!r} and "
+            f"model={type(model).__name__}"
+        )
+    if model is None:
+        model = _from_path(config)
+        tokenizer = tokenizer if tokenizer is not None else _tokenizer(config)
+    dtype = _torch_dtype(config)
+    model = model.to(device=config.device, dtype=dtype) if dtype is not None else model.to(config.device)  # type: ignore[arg-type]
+    model.eval()
+    model.requires_grad_(False)
+    text_config = model.config.get_text_config(decoder=True)
+    _use_slot_attention(model)
+    if config.experts_implementation is not None:
+        model.set_experts_implementation(config.experts_implementation)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        text_config=text_config,
+        layers=_decoder_layers(model, text_config.num_hidden_layers),
+        end_token_ids=_end_token_ids(model, tokenizer),
+        context_length=_context_length(config, text_config),
+    )
+
+
+def _torch_dtype(config: EmbeddedEngineConfig) -> torch.dtype | None:
+    return None if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def _from_path(config: EmbeddedEngineConfig) -> PreTrainedModel:
+    path = Path(str(config.model_path))
+    expected = path / (config.gguf_file or "config.json")
+    if not expected.is_file():
+        raise ConfigurationError(
+            f"model_path: expected a folder with {expected.name}, got {str(path)!r}"
+            + ("" if path.is_dir() else " (no such folder)")
+        )
+    kwargs: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=_torch_dtype(config) or "auto", **kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(
+            f"model_path: transformers cannot load {str(path)!r} as a causal LM: {error}"
+        ) from error
+
+
+def _tokenizer(config: EmbeddedEngineConfig) -> Any | None:
+    path = Path(config.tokenizer_path or str(config.model_path))
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if (
+        config.tokenizer_path is None
+        and config.gguf_file is None
+        and not any((path / n).is_file() for n in names)
+    ):
+        logger.info("%s holds no tokenizer: text and stop strings are not available", path)
+        return None
+    kwargs = {"gguf_file": config.gguf_file} if config.gguf_file and config.tokenizer_path is None else {}
+    return AutoTokenizer.from_pretrained(path, **kwargs)
+
+
+def _use_slot_attention(model: PreTrainedModel) -> None:
+    layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    unknown = {kind for kind in layer_types if "attention" not in kind or "linear" in kind}
+    if unknown:
+        raise ConfigurationError(
+            f"{type(model).__name__} has layers of type {sorted(unknown)}, whose state is no key-value cache; the embedded "
+            "engine runs attention layers only"
+        )
+    register_attention()
+    model.set_attn_implementation(ATTENTION_NAME)
+    if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
+        raise ConfigurationError(
+            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; the embedded "
+            "engine cannot give it a cache"
+        )
+
+
+def _decoder_layers(model: PreTrainedModel, num_layers: int) -> torch.nn.ModuleList:
+    named = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList)
+        and len(module) >= num_layers
+        and name.split(".")[-1] in ("layers", "h")
+    ]
+    if not named:
+        raise ConfigurationError(f"{type(model).__name__}: found no list of {num_layers} decoder layers")
+    layers = min(named, key=lambda item: item[0].count("."))[1]
+    return layers[:num_layers]  # type: ignore[return-value]
+
+
+def _end_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:
+    ids: set[int] = set()
+    generation = getattr(model, "generation_config", None)
+    sources = (
+        getattr(generation, "eos_token_id", None),
+        getattr(model.config, "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    )
+    for source in sources:
+        if source is not None:
+            ids.update(source if isinstance(source, list | tuple) else [source])
+    return frozenset(ids)
+
+
+def _context_length(config: EmbeddedEngineConfig, text_config: Any) -> int:
+    own = getattr(text_config, "max_position_embeddings", None)
+    if config.context_length is not None:
+        if own is not None and config.context_length > own:
+            raise ConfigurationError(
+                f"context_length: expected at most the model's own {own}, got {config.context_length}"
+            )
+        return config.context_length
+    return min(own, config.kv_cache_tokens) if own is not None else config.kv_cache_tokens

@@ -1,0 +1,56 @@
+"""From a finished sequence to its answer: replay rows go through the collector, inline or into the store."""
+
+from radix_engine_plugins.collector import TokenOutputCollector
+from radix_engine_plugins.writer import OutputStoreWriter
+from radix_rl.engines.embedded.sequence import Sequence
+from radix_rl.types import GenerateOutput
+
+
+def collect_outputs(sequence: Sequence) -> TokenOutputCollector | None:
+    """The collector of a finished request; None if it asked for nothing or an abort left nothing to deliver."""
+    request = sequence.request
+    wants_any = request.return_routed_experts or request.return_indexer_topk or request.return_sampling_mask
+    assert sequence.finish_reason is not None
+    if not wants_any or (sequence.finish_reason.type == "abort" and not sequence.output_ids):
+        return None
+    experts, indexer = sequence.rows.get("routed_experts"), sequence.rows.get("indexer_topk")
+    collector = TokenOutputCollector(
+        routed_experts_shape=None if experts is None else (experts.shape[1], experts.shape[2]),
+        indexer_topk_shape=None if indexer is None else (indexer.shape[1], indexer.shape[2]),
+        sampling_mask=request.return_sampling_mask,
+        sampling_mask_logprobs=request.return_sampling_mask and request.sampling_logprobs_mode == "support",
+        start_row=request.routed_experts_start_len,
+    )
+    if experts is not None:
+        collector.add_routed_experts(experts)
+    if indexer is not None:
+        collector.add_indexer_topk(indexer)
+    with_logprobs = request.sampling_logprobs_mode == "support"
+    for ids, logprobs in zip(sequence.mask_ids, sequence.mask_logprobs, strict=True):
+        collector.add_sampling_mask(ids, logprobs if with_logprobs else None)
+    return collector
+
+
+async def build_output(sequence: Sequence, writer: OutputStoreWriter | None) -> GenerateOutput:
+    """Stores the outputs first where the request asked for it. The caller owns the stored object; cancelling leaves none."""
+    request = sequence.request
+    assert sequence.finish_reason is not None
+    collector = collect_outputs(sequence)
+    outputs = None if collector is None else collector.to_stash(sequence.forwarded_tokens)
+    ref = None
+    if collector is not None and outputs is not None and request.return_outputs_via_store:
+        assert writer is not None
+        ref = (await writer.write(outputs, collector.start_rows())).to_builtins()
+        outputs = None
+    return GenerateOutput(
+        request_id=request.request_id,
+        prompt_tokens=sequence.prompt_tokens,
+        output_ids=tuple(sequence.output_ids),
+        output_logprobs=tuple(sequence.output_logprobs),
+        finish_reason=sequence.finish_reason,
+        version_spans=tuple(sequence.version_spans),
+        cached_tokens=sequence.cached_tokens,
+        outputs=outputs,
+        routed_experts_start=request.routed_experts_start_len,
+        output_store_ref=ref,
+    )

@@ -1,0 +1,35 @@
+"""Experts that are called with the chosen ids: `experts(hidden_states, top_k_index, top_k_weights)`.
+
+The interface of transformers 5 for stacked expert weights: Qwen2/3-MoE, Mixtral, OLMoE, DeepSeek-V2/V3/V3.2, GLM-4-MoE,
+gpt-oss, MiniMax-M2, Granite-MoE, Phi-MoE, Ernie 4.5, hash-routed layers of DeepSeek-V4 and others. What is captured is what
+is computed with, whatever the router before it looks like; shared experts are other modules and do not appear.
+"""
+
+import inspect
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from radix_rl.engines.embedded.routers.base import Record, RouterAdapter
+
+_INDEX_NAMES = frozenset({"top_k_index", "topk_indices", "router_indices", "selected_experts"})
+
+
+class ExpertsCallAdapter(RouterAdapter):
+    name: ClassVar[str] = "experts_call"
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
+            return False
+        parameters = list(inspect.signature(type(module).forward).parameters)
+        return len(parameters) >= 3 and parameters[2] in _INDEX_NAMES
+
+    def attach(self, module: torch.nn.Module, record: Record) -> RemovableHandle:
+        index_name = list(inspect.signature(type(module).forward).parameters)[2]
+
+        def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            choices = args[1] if len(args) > 1 else kwargs[index_name]
+            record(choices.reshape(-1, choices.shape[-1]))
+
+        return module.register_forward_pre_hook(hook, with_kwargs=True)

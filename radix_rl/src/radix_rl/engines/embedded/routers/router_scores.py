@@ -1,0 +1,29 @@
+"""Routers that return a score for every expert, 0 where not chosen: `(scores [tokens, experts], logits)`.
+
+Llama 4 multiplies by these scores instead of passing ids on; the chosen experts are those of the largest logits.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from radix_rl.engines.embedded.routers.base import Record, RouterAdapter
+
+
+class RouterScoresAdapter(RouterAdapter):
+    name: ClassVar[str] = "router_scores"
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        return type(module).__name__ == "Llama4Router" and hasattr(module, "top_k")
+
+    def attach(self, module: torch.nn.Module, record: Record) -> RemovableHandle:
+        top_k = int(module.top_k)  # type: ignore[arg-type]
+
+        def hook(
+            _module: torch.nn.Module, _args: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+        ) -> None:
+            logits = output[1]
+            record(logits.reshape(-1, logits.shape[-1]).topk(top_k, dim=-1).indices)
+
+        return module.register_forward_hook(hook)

@@ -1,0 +1,171 @@
+"""`Sampler`: next tokens of a batch, their log-probabilities, and the supports they were sampled from.
+
+Order of the transforms, as in SGLang: penalties, minimum length, temperature, then top-k, top-p and min-p together on the
+one distribution. A log-probability is that of the distribution sampled from: renormalised over what the truncation kept.
+A greedy token's is that of the untruncated distribution at temperature 1; that of its support, a single token, would be 0.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from radix_rl.engines.embedded.noise import gumbel, row_keys
+from radix_rl.engines.embedded.sampling_batch import SamplingBatch
+
+logger = logging.getLogger(__name__)
+
+LOGPROB_FLOOR = -9999.0
+"""Stands for a log-probability that is not finite."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """What one token was sampled from, most likely first."""
+
+    token_ids: np.ndarray
+    """`[k]` int32."""
+    logprobs: np.ndarray
+    """`[k]` float32, renormalised: their exponentials sum to 1."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    tokens: list[int]
+    logprobs: list[float]
+    supports: dict[int, Support]
+    """By row, for the rows that asked for their sampling mask."""
+
+
+class Sampler:
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._all_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)[None]
+        self.num_non_finite = 0
+        """Log-probabilities that were replaced by the floor, since the start."""
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+        """`logits` `[rows, vocab]`, any float dtype; may be overwritten."""
+        scores = self._transform(logits.float(), batch)
+        keys = row_keys(batch.seeds, batch.positions())
+        supports: dict[int, Support] = {}
+        if not batch.truncated_rows:
+            tokens, logprobs = self._plain(scores, batch, keys, list(range(len(batch.sequences))), supports)
+        elif not batch.plain_rows:
+            tokens, logprobs = self._truncated(scores, batch, keys, batch.truncated_rows, supports)
+        else:
+            tokens = torch.empty(len(batch.sequences), dtype=torch.int64, device=scores.device)
+            logprobs = torch.empty(len(batch.sequences), dtype=torch.float32, device=scores.device)
+            for rows, draw in ((batch.plain_rows, self._plain), (batch.truncated_rows, self._truncated)):
+                index = torch.tensor(rows, device=scores.device)
+                tokens[index], logprobs[index] = draw(scores[index], batch, keys[rows], rows, supports)
+        batch.count(tokens)
+        return Sampled(tokens.tolist(), self._finite(logprobs).tolist(), supports)
+
+    def _transform(self, scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        if batch.has_penalties:
+            seen = batch.output_counts > 0
+            repeated = torch.where(scores > 0, scores / batch.repetition, scores * batch.repetition)
+            scores = torch.where(seen, repeated, scores)
+            scores = scores - batch.frequency * batch.output_counts - batch.presence * seen
+        for row in batch.wants_minimum:
+            sequence = batch.sequences[row]
+            if (
+                len(sequence.output_ids) < sequence.request.sampling.min_new_tokens
+                and sequence.stop_token_ids
+            ):
+                scores[row, list(sequence.stop_token_ids)] = float("-inf")
+        return scores if batch.unit_temperature else scores / batch.temperature[:, None]
+
+    def _plain(
+        self,
+        scores: torch.Tensor,
+        batch: SamplingBatch,
+        keys: np.ndarray,
+        rows: list[int],
+        supports: dict[int, Support],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows that sample from the whole vocabulary, and greedy rows."""
+        total = torch.logsumexp(scores, dim=-1)
+        if batch.all_greedy:
+            tokens = scores.argmax(dim=-1)
+        else:
+            noise = gumbel(keys, self._all_ids)
+            if batch.any_greedy:
+                noise.masked_fill_(batch.greedy[rows][:, None], 0.0)
+            tokens = noise.add_(scores).argmax(dim=-1)
+        if batch.any_mask:
+            self._plain_supports(scores - total[:, None], tokens, batch, rows, supports)
+        return tokens, scores.gather(1, tokens[:, None])[:, 0] - total
+
+    def _plain_supports(
+        self,
+        logprobs: torch.Tensor,
+        tokens: torch.Tensor,
+        batch: SamplingBatch,
+        rows: list[int],
+        supports: dict[int, Support],
+    ) -> None:
+        for i, row in enumerate(rows):
+            if not batch.wants_mask[row]:
+                continue
+            if batch.sequences[row].request.sampling.temperature == 0.0:
+                supports[row] = Support(
+                    np.array([int(tokens[i])], dtype=np.int32), np.zeros(1, dtype=np.float32)
+                )
+                continue
+            ordered, ids = logprobs[i].sort(descending=True, stable=True)
+            size = int((ordered > float("-inf")).sum())
+            supports[row] = _support(ids[:size], ordered[:size])
+
+    def _truncated(
+        self,
+        scores: torch.Tensor,
+        batch: SamplingBatch,
+        keys: np.ndarray,
+        rows: list[int],
+        supports: dict[int, Support],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        index = torch.tensor(rows, device=scores.device)
+        top_k, top_p, min_p = batch.top_k[index], batch.top_p[index], batch.min_p[index]
+        probs = scores.softmax(dim=-1)
+        # A full sort only where some row's support has no bound of its own.
+        ordered, ids = probs.topk(int(top_k.max()), dim=-1)
+        before = ordered.cumsum(dim=-1) - ordered
+        ranks = torch.arange(ordered.shape[1], device=scores.device)
+        keep = (
+            (ranks < top_k[:, None])
+            & (before <= top_p[:, None])
+            & (ordered >= ordered[:, :1] * min_p[:, None])
+        )
+        keep &= ordered > 0
+        keep[:, 0] = True
+        kept = ordered.masked_fill(~keep, 0.0)
+        logprobs = (kept / kept.sum(dim=-1, keepdim=True)).log()
+        choice = (gumbel(keys, ids.to(torch.int32)) + logprobs).argmax(dim=-1, keepdim=True)
+        if batch.any_mask:
+            sizes = keep.sum(dim=-1).tolist()
+            for i, row in enumerate(rows):
+                if batch.wants_mask[row]:
+                    # The kept tokens come first: each of the three rules keeps a prefix of the order.
+                    supports[row] = _support(ids[i, : sizes[i]], logprobs[i, : sizes[i]])
+        return ids.gather(1, choice)[:, 0], logprobs.gather(1, choice)[:, 0]
+
+    def _finite(self, logprobs: torch.Tensor) -> torch.Tensor:
+        finite = torch.isfinite(logprobs)
+        if bool(finite.all()):
+            return logprobs
+        bad = int((~finite).sum())
+        self.num_non_finite += bad
+        logger.warning(
+            "%d sampled tokens have a log-probability that is not finite; it is given as %s",
+            bad,
+            LOGPROB_FLOOR,
+        )
+        return torch.where(finite, logprobs, LOGPROB_FLOOR)
+
+
+def _support(token_ids: torch.Tensor, logprobs: torch.Tensor) -> Support:
+    return Support(
+        token_ids.to(torch.int32).cpu().numpy().copy(), logprobs.to(torch.float32).cpu().numpy().copy()
+    )

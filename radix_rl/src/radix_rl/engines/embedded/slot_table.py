@@ -1,0 +1,64 @@
+"""`SlotTable`: which running request owns which slot.
+
+Slots [0, num_decoding) decode and slots [num_decoding, len(running)) are still prefilling, without holes, so that each
+group is one contiguous block of every slot tensor.
+"""
+
+from radix_rl.engines.embedded.kv_slots import SlotCache, required_stride
+from radix_rl.engines.embedded.sequence import Sequence, SequenceState
+
+
+class SlotTable:
+    """Used by the worker thread only."""
+
+    def __init__(self, cache: SlotCache, max_running_requests: int) -> None:
+        self._cache = cache
+        self._max_running_requests = max_running_requests
+        self.running: list[Sequence] = []
+        """Index = slot."""
+        self.num_decoding = 0
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        return self.running[: self.num_decoding]
+
+    @property
+    def prefilling(self) -> list[Sequence]:
+        return self.running[self.num_decoding :]
+
+    def try_add(self, sequence: Sequence) -> bool:
+        """Give a request a slot if there is room now; divides the cache anew where that makes room."""
+        count = len(self.running) + 1
+        if count > self._max_running_requests:
+            return False
+        stride = required_stride(
+            [other.reserved_tokens for other in self.running] + [sequence.reserved_tokens]
+        )
+        if not (self._cache.stride >= stride and self._cache.fits(count, self._cache.stride)):
+            if not self._cache.fits(count, stride):
+                return False
+            self._cache.divide(stride, [other.computed for other in self.running])
+        sequence.state = SequenceState.PREFILL
+        self.running.append(sequence)
+        return True
+
+    def prefill_done(self, count: int) -> None:
+        """The first `count` prefilling requests decode from now on."""
+        for sequence in self.prefilling[:count]:
+            sequence.state = SequenceState.DECODE
+        self.num_decoding += count
+
+    def remove(self, slot: int) -> None:
+        """Free a slot; other requests move so that no hole remains. Call in descending order to move the least."""
+        hole = slot
+        if slot < self.num_decoding:
+            self.num_decoding -= 1
+            self._move(self.num_decoding, slot)
+            hole = self.num_decoding
+        self._move(len(self.running) - 1, hole)
+        self.running.pop()
+
+    def _move(self, source: int, target: int) -> None:
+        if source != target:
+            self._cache.move(source, target, self.running[source].computed)
+            self.running[target] = self.running[source]

@@ -1,0 +1,155 @@
+"""`WeightUpdater`: new weights arrive in buckets and take effect together at the commit, or not at all.
+
+While an update is open, the weights in force stay untouched and new ones are staged beside them: memory for one more copy
+of the model until the commit, and none afterwards. An engine whose weights were dropped has nothing to protect, so tensors
+go straight into place there. Floating-point tensors are cast to the engine's dtype, whatever they were sent in.
+"""
+
+import torch
+
+from radix_rl.errors import EngineStateError, WeightUpdateError
+from radix_rl.weights.bucket import WeightBucket
+
+
+class WeightUpdater:
+    """Used by the worker thread only."""
+
+    def __init__(self, model: torch.nn.Module, version: str) -> None:
+        self._model = model
+        self.version: str | None = version
+        """Version in force; None: there are no weights to generate with."""
+        self.awake = True
+        """False while the parameters' memory is given back."""
+        self._shapes = {name: (p.shape, p.dtype, p.device) for name, p in model.named_parameters()}
+        self._owner: dict[str, str] = {}
+        """Every parameter name, tied ones too -> the name that owns the tensor."""
+        by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._owner[name] = by_id[id(parameter)]
+        self._buffers = {name: b for name, b in model.named_buffers() if name in model.state_dict()}
+        self._pending: str | None = None
+        self._staged: dict[str, torch.Tensor] = {}
+
+    @property
+    def pending_version(self) -> str | None:
+        return self._pending
+
+    def _in_force(self) -> str:
+        return (
+            "no weights are in force" if self.version is None else f"version {self.version!r} stays in force"
+        )
+
+    def begin(self, version: str) -> None:
+        if self._pending is not None:
+            raise EngineStateError(
+                f"weight update {self._pending!r} is open; commit or abort it before {version!r} begins"
+            )
+        if not self.awake:
+            raise EngineStateError("the weights are asleep; wake(['weights']) before an update begins")
+        self._pending = version
+
+    def update(self, bucket: WeightBucket) -> None:
+        """Take tensors in; the bucket's buffer may be reused afterwards. A refused bucket ends the whole update."""
+        if self._pending is None:
+            raise EngineStateError("update_weights needs an open update; call begin_weight_update first")
+        tensors = list(bucket.tensors())
+        problems = [
+            problem for name, tensor in tensors if (problem := self._problem(name, tensor)) is not None
+        ]
+        if problems:
+            pending = self._pending
+            self.abort()
+            raise WeightUpdateError(
+                f"weight update {pending!r} refused, {self._in_force()}: " + "; ".join(problems)
+            )
+        for name, tensor in tensors:
+            self._stage(name, tensor)
+
+    def _problem(self, name: str, tensor: torch.Tensor) -> str | None:
+        owner = self._owner.get(name)
+        if owner is None and name not in self._buffers:
+            return f"{name!r} is no weight of the model"
+        if owner is not None:
+            shape, dtype, device = self._shapes[owner]
+        else:
+            shape, dtype, device = (
+                self._buffers[name].shape,
+                self._buffers[name].dtype,
+                self._buffers[name].device,
+            )
+        if tensor.shape != shape:
+            return f"{name!r}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}"
+        if tensor.dtype != dtype and not (tensor.dtype.is_floating_point and dtype.is_floating_point):
+            return f"{name!r}: expected dtype {dtype}, got {tensor.dtype}"
+        key = owner or name
+        if key in self._staged:
+            if owner == name or not torch.equal(self._staged[key], tensor.to(device, dtype)):
+                return f"{name!r} comes twice" + (
+                    "" if owner == name else f", tied to {owner!r} but different"
+                )
+        return None
+
+    def _stage(self, name: str, tensor: torch.Tensor) -> None:
+        owner = self._owner.get(name)
+        if owner is None:
+            self._staged[name] = tensor.to(self._buffers[name].device, self._buffers[name].dtype, copy=True)
+        elif owner not in self._staged:
+            _, dtype, device = self._shapes[owner]
+            staged = tensor.to(device, dtype, copy=True)
+            if self.version is None:
+                self._model.get_parameter(owner).data = staged
+            self._staged[owner] = staged
+
+    def check_complete(self, version: str) -> None:
+        """Raises WeightUpdateError, ending the update, if weights are missing or the version is not the one begun."""
+        if self._pending is None:
+            raise EngineStateError(
+                "commit_weight_update needs an open update; call begin_weight_update first"
+            )
+        missing = sorted(set(self._shapes) - set(self._staged))
+        if version == self._pending and not missing:
+            return
+        pending = self._pending
+        self.abort()
+        if missing:
+            listed = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+            raise WeightUpdateError(
+                f"weight update {pending!r} refused, {self._in_force()}: missing {listed}"
+            )
+        raise WeightUpdateError(
+            f"commit of version {version!r} refused, {self._in_force()}: the update was begun as {pending!r}"
+        )
+
+    def commit(self, version: str) -> None:
+        self.check_complete(version)
+        for name, staged in self._staged.items():
+            if name in self._buffers:
+                self._buffers[name].copy_(staged)
+            else:
+                self._model.get_parameter(name).data = staged
+        self._staged = {}
+        self._pending = None
+        self.version = version
+
+    def abort(self) -> None:
+        """Drop an open update. Idempotent."""
+        self._staged = {}
+        self._pending = None
+
+    def sleep(self) -> None:
+        """Give the parameters' memory back. Buffers stay: no update brings those back that are not saved."""
+        if not self.awake:
+            return
+        self.abort()
+        for parameter in self._model.parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        self.awake = False
+        self.version = None
+
+    def wake(self) -> None:
+        """Take the memory again. Its contents mean nothing until the next commit."""
+        if self.awake:
+            return
+        for name, (shape, dtype, device) in self._shapes.items():
+            self._model.get_parameter(name).data = torch.zeros(shape, dtype=dtype, device=device)
+        self.awake = True
