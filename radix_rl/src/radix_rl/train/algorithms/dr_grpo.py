@@ -1,0 +1,11 @@
+"""Dr.GRPO (Liu et al. 2025): reward minus the group's mean, without the division that favours easy and hard prompts."""
+
+import numpy as np
+
+from radix_rl.train.algorithms.groups import group_mean_and_count
+
+
+def advantages(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
+    """r - mean; 0 for groups of one."""
+    means, _ = group_mean_and_count(rewards, group_ids)
+    return rewards - means
