@@ -1,9 +1,9 @@
 """`[environment]`: the problems to solve and how answers are scored."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from radix_rl.config.base import Section
 
@@ -22,12 +22,21 @@ class Gsm8kEnvironmentConfig(Section):
     """Grade-school mathematics, scored by the exact final number."""
 
     type: Literal["gsm8k"] = "gsm8k"
-    train_path: Path
+    train_path: Path | None = None
     """JSONL file with "question" and "answer" on every line."""
-    test_path: Path
+    test_path: Path | None = None
     """Held-out problems in the same format."""
+    hub_dataset: str | None = None
+    """Name on the model hub, such as "openai/gsm8k", in place of the two paths; needs the extra `hub`."""
     system_prompt: str | None = None
     """Instruction put before each question, through the tokenizer's chat template."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        paths = (self.train_path is not None) + (self.test_path is not None)
+        if paths != (0 if self.hub_dataset is not None else 2):
+            raise ValueError("expected train_path and test_path, or hub_dataset instead of them")
+        return self
 
 
 EnvironmentConfig = Annotated[

@@ -1,0 +1,143 @@
+"""GSM8K: grade-school word problems whose answer is one number."""
+
+import re
+from collections.abc import Iterable, Mapping
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from radix_rl.config.environment import Gsm8kEnvironmentConfig
+from radix_rl.errors import DataError
+from radix_rl.rollout.environments.base import Environment, EpochOrder, Problem
+
+ANSWER_MARK = "####"
+_NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(?:\.\d+)?")
+
+
+class ChatTokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any: ...
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One line of the data set; other keys are ignored."""
+
+    question: str
+    answer: str
+    """The solution in words, then "#### " and the number."""
+
+
+class Gsm8kEnvironment(Environment):
+    """Reward 1 if the last number of the answer, or the one after "####", is the solution's; else 0."""
+
+    def __init__(
+        self,
+        train: Iterable[Record],
+        test: Iterable[Record],
+        tokenizer: ChatTokenizer,
+        *,
+        system_prompt: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Each question is one user message of the chat template, after `system_prompt`. `seed` orders the
+        epochs."""
+        self._tokenizer = tokenizer
+        self._system_prompt = system_prompt
+        self._train = list(train)
+        self._test = list(test)
+        self._order = EpochOrder(len(self._train), seed)
+
+    def train_problem(self, index: int) -> Problem:
+        record = self._order.record(index)
+        return self._problem(f"train-{record}", self._train[record])
+
+    def eval_problems(self) -> list[Problem]:
+        return [self._problem(f"test-{number}", record) for number, record in enumerate(self._test)]
+
+    def score(self, problem: Problem, output_ids: tuple[int, ...], text: str) -> float:
+        return float(final_number(text) == problem.answer)
+
+    def _problem(self, problem_id: str, record: Record) -> Problem:
+        messages = [{"role": "user", "content": record.question}]
+        if self._system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        prompt_ids = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        return Problem(problem_id=problem_id, prompt_ids=tuple(prompt_ids), answer=solution_of(record))
+
+
+def load_records(config: Gsm8kEnvironmentConfig, split: Literal["train", "test"]) -> list[Record]:
+    """A split from where the configuration says. Raises DataError."""
+    path = config.train_path if split == "train" else config.test_path
+    if path is not None:
+        return read_records(path)
+    assert config.hub_dataset is not None, "the configuration has paths or a hub data set"
+    return read_hub_records(config.hub_dataset, split)
+
+
+def read_records(path: Path) -> list[Record]:
+    """A JSONL file. Raises DataError naming file and line of what cannot be used."""
+    try:
+        with path.open("rb") as file:
+            return [
+                _parse_line(path, number, line) for number, line in enumerate(file, start=1) if line.strip()
+            ]
+    except OSError as error:
+        raise DataError(f"cannot read the data file {str(path)!r}: {error.strerror}") from error
+
+
+def read_hub_records(dataset: str, split: Literal["train", "test"]) -> list[Record]:
+    """A split from the model hub, through the extra `hub`."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise DataError(
+            "reading from the hub needs the datasets library: pip install 'radix-rl[hub]'"
+        ) from error
+    rows: Iterable[Mapping[str, Any]] = load_dataset(dataset, "main", split=split)
+    records = [Record(question=row["question"], answer=row["answer"]) for row in rows]
+    for number, record in enumerate(records):
+        if solution_of(record) is None:
+            raise DataError(f"{dataset}, {split}, record {number}: no number after {ANSWER_MARK!r}")
+    return records
+
+
+def solution_of(record: Record) -> Decimal | None:
+    """The number after the last "####"."""
+    _, mark, tail = record.answer.rpartition(ANSWER_MARK)
+    return _number(tail.strip()) if mark else None
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the last "####" if there is one, else the last number; thousands separators and "$"
+    are dropped."""
+    _, mark, tail = text.rpartition(ANSWER_MARK)
+    found = _NUMBER.findall(tail if mark else text)
+    if not found:
+        return None
+    return _number(found[0] if mark else found[-1])
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        return Decimal(text.replace(",", "").replace("$", ""))
+    except InvalidOperation:
+        return None
+
+
+def _parse_line(path: Path, number: int, line: bytes) -> Record:
+    try:
+        record = msgspec.json.decode(line, type=Record)
+    except msgspec.DecodeError as error:
+        raise DataError(
+            f'{path}, line {number}: expected an object with "question" and "answer": {error}'
+        ) from error
+    if solution_of(record) is None:
+        raise DataError(
+            f"{path}, line {number}: the answer has no number after {ANSWER_MARK!r}: {record.answer[-80:]!r}"
+        )
+    return record

@@ -1,0 +1,117 @@
+"""GSM8K: the data file, the prompt, the score. The questions here are made up."""
+
+import json
+from decimal import Decimal
+
+import pytest
+
+from radix_rl.config.environment import Gsm8kEnvironmentConfig
+from radix_rl.errors import ConfigurationError, DataError
+from radix_rl.rollout.environments import create_environment
+from radix_rl.rollout.environments.gsm8k import final_number
+
+
+class SpelledTokenizer:
+    """Its chat template gives one id a message: its role's length, then its content's."""
+
+    def apply_chat_template(self, conversation, *, add_generation_prompt, return_dict):
+        assert add_generation_prompt
+        assert not return_dict
+        return [
+            number for message in conversation for number in (len(message["role"]), len(message["content"]))
+        ]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def lines(name, answers):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"question": "q" * n, "answer": a}) + "\n" for n, a in answers))
+        return path
+
+    return lines
+
+
+@pytest.fixture
+def environment(write):
+    config = Gsm8kEnvironmentConfig(
+        train_path=write("train.jsonl", [(n, f"so it is {n}\n#### {n}") for n in range(1, 5)]),
+        test_path=write("test.jsonl", [(9, "#### 1,200")]),
+        system_prompt="Answer.",
+    )
+    return create_environment(config, SpelledTokenizer(), seed=3)
+
+
+def test_problems_are_prompted_through_the_chat_template(environment):
+    (problem,) = environment.eval_problems()
+    assert problem.prompt_ids == (len("system"), len("Answer."), len("user"), 9)
+    assert problem.answer == Decimal(1200)
+
+
+def test_every_epoch_has_each_record_once(environment):
+    first = [environment.train_problem(index).problem_id for index in range(4)]
+    assert sorted(first) == [f"train-{number}" for number in range(4)]
+    assert sorted(environment.train_problem(index).problem_id for index in range(4, 8)) == sorted(first)
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("#### 1200", 1.0),
+        ("#### 1,200.00 eggs", 1.0),
+        ("12 and 100 make $1,200.", 1.0),
+        ("1200 #### 7", 0.0),
+        ("it is 1200 or 1201", 0.0),
+        ("-1200", 0.0),
+        ("", 0.0),
+        ("####", 0.0),
+    ],
+)
+def test_the_final_number_must_be_exact(environment, text, reward):
+    (problem,) = environment.eval_problems()
+    assert environment.score(problem, (), text) == reward
+
+
+def test_signs_and_decimals_are_read():
+    assert final_number("between 3 and -2.50") == Decimal("-2.5")
+    assert final_number("none") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{broken", "line 2"),
+        ('{"question": "q"}', r"line 2.*answer"),
+        ('{"question": "q", "answer": "no mark"}', r"line 2.*no number after '####'"),
+        ('{"question": "q", "answer": "#### many"}', r"line 2.*no number"),
+    ],
+)
+def test_a_broken_line_is_named_by_file_and_number(write, tmp_path, line, complaint):
+    path = write("train.jsonl", [(1, "#### 1")])
+    path.write_text(path.read_text() + line + "\n")
+    config = Gsm8kEnvironmentConfig(train_path=path, test_path=path)
+    with pytest.raises(DataError, match=rf"train\.jsonl, {complaint}"):
+        create_environment(config, SpelledTokenizer())
+
+
+def test_a_missing_file_is_named(tmp_path):
+    path = tmp_path / "absent.jsonl"
+    config = Gsm8kEnvironmentConfig(train_path=path, test_path=path)
+    with pytest.raises(DataError, match=r"cannot read the data file .*absent\.jsonl"):
+        create_environment(config, SpelledTokenizer())
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"train_path": "a"}, {"train_path": "a", "test_path": "b", "hub_dataset": "c"}]
+)
+def test_the_data_come_from_exactly_one_place(settings):
+    from radix_rl.config.loading import parse_config
+
+    table = {
+        "output_dir": "x",
+        "model": {"path": "m"},
+        "train": {"steps": 1},
+        "environment": {"type": "gsm8k"} | settings,
+    }
+    with pytest.raises(ConfigurationError, match="train_path and test_path, or hub_dataset"):
+        parse_config(table, source="test")
