@@ -1,0 +1,175 @@
+"""`Client`: the native Mooncake client, set up with a deadline and closed safely."""
+
+import contextlib
+import ctypes
+import importlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from radix_transfer_plugins.backends.mooncake import status
+from radix_transfer_plugins.backends.mooncake.config import Address, MooncakeConfig
+from radix_transfer_plugins.errors import ConfigError, StoreUnavailableError
+
+_PROBE_TIMEOUT_S = 3.0
+_CLOSE_TIMEOUT_S = 60.0
+
+
+class Client:
+    """The native store behind a counter of running calls: it is never closed under one, nor called once
+    closed.
+
+    Belongs to the process that made it: its threads do not survive a fork.
+    """
+
+    def __init__(self, config: MooncakeConfig) -> None:
+        self.config = config
+        module = _import_client()
+        self._pid = os.getpid()
+        self._idle = threading.Condition()
+        self._running = 0
+        self._closed = False
+        self.pinned = module.ReplicateConfig()
+        self.pinned.with_hard_pin = True
+        """Replication of every put: never evicted before it is removed."""
+        self._native = _set_up(module.MooncakeDistributedStore(), config)
+
+    @contextlib.contextmanager
+    def native(self) -> Iterator[Any]:
+        """The native store, for calls inside the block."""
+        if os.getpid() != self._pid:
+            raise StoreUnavailableError(
+                "mooncake: this backend was created before a fork and does not work in the child; create one "
+                "there"
+            )
+        with self._idle:
+            if self._closed:
+                raise StoreUnavailableError("mooncake: this backend was closed; create a new one")
+            self._running += 1
+        try:
+            yield self._native
+        finally:
+            with self._idle:
+                self._running -= 1
+                self._idle.notify_all()
+
+    @contextlib.contextmanager
+    def registered(self, buffers: Sequence[memoryview]) -> Iterator[list[int]]:
+        """Addresses of writable buffers that the client may write into inside the block."""
+        addresses = [address_of(buffer) for buffer in buffers]
+        done: list[int] = []
+        with self.native() as native:
+            try:
+                for address, buffer in zip(addresses, buffers, strict=True):
+                    code = native.register_buffer(address, len(buffer))
+                    if code:
+                        raise StoreUnavailableError(
+                            f"mooncake: registering {len(buffer)} bytes to read into failed with "
+                            f"{status.describe(code)}"
+                        )
+                    done.append(address)
+                yield addresses
+            finally:
+                for address in done:
+                    native.unregister_buffer(address)
+
+    def close(self) -> None:
+        """Waits for running calls. Idempotent; nothing happens in a forked child."""
+        with self._idle:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+            if not self._idle.wait_for(lambda: not self._running, _CLOSE_TIMEOUT_S):
+                raise StoreUnavailableError(
+                    f"mooncake: {self._running} calls still run; the client was not closed"
+                )
+        self._native.close()
+
+
+def address_of(buffer: memoryview) -> int:
+    """Address of a writable, non-empty, flat buffer."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def probe(master: Address) -> str:
+    """This machine's address towards the master. Raises StoreUnavailableError within 3 seconds."""
+    try:
+        with socket.create_connection((master.host, master.port), _PROBE_TIMEOUT_S) as connection:
+            return connection.getsockname()[0]
+    except OSError as error:
+        raise StoreUnavailableError(
+            f"mooncake: no master at {master}: {error}. Start one with `mooncake_master "
+            f"--rpc_port={master.port}`, or correct "
+            "master_server_address"
+        ) from error
+
+
+def _import_client() -> Any:
+    try:
+        return importlib.import_module("mooncake.store")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"mooncake: the client is not installed ({error}); pip install "
+            "'radix-transfer-plugins[mooncake]', or with a GPU "
+            "the mooncake-transfer-engine wheel that fits its CUDA"
+        ) from error
+    except ImportError as error:
+        raise ConfigError(
+            f"mooncake: the client does not load: {error}; apt-get install -y libibverbs1 librdmacm1 libnuma1"
+        ) from error
+
+
+def _set_up(native: Any, config: MooncakeConfig) -> Any:
+    """Set the client up within the deadline.
+
+    The client retries for minutes what cannot work, and its call cannot be interrupted, so it runs on a
+    thread of its own. After a timeout that thread goes on until the client gives up; it holds the client's
+    memory until then.
+    """
+    address = probe(config.master)
+    options = config.setup | {
+        "local_hostname": address if config.local_hostname is None else config.local_hostname,
+        "master_server_addr": str(config.master),
+    }
+    outcome: list[int | BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(native.setup(options))
+        except BaseException as error:
+            outcome.append(error)
+
+    started = time.monotonic()
+    thread = threading.Thread(target=run, name="mooncake-setup", daemon=True)
+    thread.start()
+    thread.join(config.setup_timeout_s)
+    elapsed_s = time.monotonic() - started
+    if outcome and outcome[0] == status.OK:
+        return native
+    named = ("local_hostname", "metadata_server", "protocol", "rdma_devices")
+    shown = {name: options[name] for name in named}
+    where = f"master {config.master}, {shown}"
+    if not outcome:
+        raise StoreUnavailableError(
+            f"mooncake: set-up did not finish within {elapsed_s:.1f} s ({where}). Something listens at the "
+            "master's address but "
+            "does not answer as one, or the metadata server or a device is slow (then raise "
+            "setup_timeout_s); the client goes "
+            "on trying in the background"
+        )
+    if outcome[0] == status.BUFFER_FULL:
+        raise StoreUnavailableError(
+            "mooncake: set-up could not allocate its memory: global_segment_size "
+            f"{options['global_segment_size']} and "
+            f"local_buffer_size {options['local_buffer_size']} bytes; lower them ({where})"
+        )
+    reason = status.describe(outcome[0]) if isinstance(outcome[0], int) else f"{outcome[0]!r}"
+    raise StoreUnavailableError(
+        f"mooncake: set-up failed after {elapsed_s:.1f} s with {reason} ({where}). Check protocol (tcp, "
+        "rdma), rdma_devices, "
+        "metadata_server (P2PHANDSHAKE needs no server) and local_hostname; the client's log on stderr says "
+        "which step failed"
+    )
