@@ -21,5 +21,7 @@ def compute_advantages(name: str, rewards: list[float], group_ids: list[int]) ->
     values = np.asarray(rewards, dtype=np.float64)
     if not np.isfinite(values).all():
         position = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise ValueError(f"reward of sample {position} (group {group_ids[position]}) is {values[position]}; not finite")
+        raise ValueError(
+            f"reward of sample {position} (group {group_ids[position]}) is {values[position]}; not finite"
+        )
     return ESTIMATORS[name](values, np.asarray(group_ids))

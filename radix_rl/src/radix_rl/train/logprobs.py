@@ -10,9 +10,7 @@ CHUNK_ROWS = 4096
 """Rows of logits that are held in float32 at once."""
 
 
-def response_logprobs(
-    model: torch.nn.Module, batch: TrainBatch, sampling: SamplingConfig
-) -> torch.Tensor:
+def response_logprobs(model: torch.nn.Module, batch: TrainBatch, sampling: SamplingConfig) -> torch.Tensor:
     """One forward pass: `[b, t]` float32, log-probability of token t given those before it; 0 where loss_mask is 0.
 
     Logits are computed from the first position that predicts a response token on. No attention mask is passed: with

@@ -161,11 +161,13 @@ class RouterReplay:
                 continue
             router = self._routers[layer][0]
             if top_k != router.top_k:
-                raise ReplayError(f"layer {layer} routes to {router.top_k} experts a token, the recorded rows have {top_k}")
-            if int(rows.max()) >= int(router.num_experts) or int(rows.min()) < -1:
                 raise ReplayError(
-                    f"layer {layer} has experts 0 to {int(router.num_experts) - 1}, the recorded rows hold "
-                    f"{int(rows.min())} to {int(rows.max())}"
+                    f"layer {layer} routes to {router.top_k} experts a token, the recorded rows have {top_k}"
+                )
+            if int(rows.max()) >= int(router.num_experts) or int(rows.min()) < -1:
+                wrong = int(rows.max()) if int(rows.max()) >= int(router.num_experts) else int(rows.min())
+                raise ReplayError(
+                    f"layer {layer} has experts 0 to {int(router.num_experts) - 1}, a recorded row names expert {wrong}"
                 )
             ordered = rows.sort(dim=-1).values
             if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():

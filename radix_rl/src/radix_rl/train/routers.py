@@ -19,7 +19,9 @@ class RouterWeights(ABC):
     class_names: frozenset[str]
 
     @abstractmethod
-    def weights(self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
+    def weights(
+        self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor
+    ) -> torch.Tensor:
         """`[n, k]` in the router's own output dtype."""
 
 
@@ -27,10 +29,18 @@ class SoftmaxThenChoose(RouterWeights):
     """Softmax over all experts, and the chosen shares normalised where the router has `norm_topk_prob` set."""
 
     class_names = frozenset(
-        {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3NextTopKRouter", "OlmoeTopKRouter", "FlexOlmoTopKRouter"}
+        {
+            "Qwen2MoeTopKRouter",
+            "Qwen3MoeTopKRouter",
+            "Qwen3NextTopKRouter",
+            "OlmoeTopKRouter",
+            "FlexOlmoTopKRouter",
+        }
     )
 
-    def weights(self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
+    def weights(
+        self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor
+    ) -> torch.Tensor:
         chosen = logits_ne.softmax(dim=-1, dtype=torch.float32).gather(1, experts_nk)
         if router.norm_topk_prob:
             chosen = chosen / chosen.sum(dim=-1, keepdim=True)
@@ -42,7 +52,9 @@ class SoftmaxThenNormalise(RouterWeights):
 
     class_names = frozenset({"MixtralTopKRouter", "MiniMaxTopKRouter"})
 
-    def weights(self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
+    def weights(
+        self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor
+    ) -> torch.Tensor:
         chosen = logits_ne.float().softmax(dim=-1).gather(1, experts_nk)
         return chosen / chosen.sum(dim=-1, keepdim=True)
 
@@ -52,7 +64,9 @@ class ChooseThenSoftmax(RouterWeights):
 
     class_names = frozenset({"GptOssTopKRouter"})
 
-    def weights(self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
+    def weights(
+        self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor
+    ) -> torch.Tensor:
         return logits_ne.gather(1, experts_nk).softmax(dim=1)
 
 
@@ -61,7 +75,9 @@ class SigmoidThenScale(RouterWeights):
 
     class_names = frozenset({"DeepseekV3TopkRouter", "Glm4MoeTopkRouter"})
 
-    def weights(self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
+    def weights(
+        self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor
+    ) -> torch.Tensor:
         chosen = logits_ne.sigmoid().gather(1, experts_nk)
         if router.norm_topk_prob:
             chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-20)
@@ -90,7 +106,9 @@ def find_replay_routers(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Modu
         routers = [module for module in layer.modules() if type(module).__name__ in _BY_CLASS]
         has_experts = any(type(module).__name__.endswith("Experts") for module in layer.modules())
         if len(routers) != int(has_experts):
-            names = sorted({type(module).__name__ for module in layer.modules() if "Rout" in type(module).__name__})
+            names = sorted(
+                {type(module).__name__ for module in layer.modules() if "Rout" in type(module).__name__}
+            )
             raise ConfigurationError(
                 f"layer {index}: expected one router that replay knows, got {names}; known: {sorted(_BY_CLASS)}. Add its "
                 "weighting to radix_rl.train.routers, or set train.replay_routed_experts=false"

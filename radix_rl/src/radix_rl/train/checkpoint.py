@@ -1,0 +1,124 @@
+"""Checkpoints: complete or absent. A directory holds the model in Hugging Face format and all a run needs to go on."""
+
+import logging
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import PreTrainedModel
+
+from radix_rl.errors import ConfigurationError
+from radix_rl.train.worker import PolicyWorker
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d+)")
+_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+)
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a run stands between two steps."""
+
+    step: int
+    """Steps done."""
+    next_problem: int
+    """Index of the first training problem that was not used."""
+    optimizer_steps: int
+
+
+def save_checkpoint(
+    directory: Path, worker: PolicyWorker, state: RunState, *, keep: int, tokenizer_from: Path
+) -> Path:
+    """Write `directory/step-N` and drop all but the newest `keep`. Every rank calls it; rank 0 writes.
+
+    Everything is written under another name and renamed at the end: a crash leaves the checkpoints that were there.
+    """
+    target = directory / f"step-{state.step}"
+    weights = get_model_state_dict(worker.model, options=_FULL)
+    optimizer = get_optimizer_state_dict(worker.model, worker.optimizer, options=_FULL)
+    if worker.ranks.index != 0:
+        return target
+    unfinished = directory / f".unfinished-{target.name}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    model = worker.model
+    assert isinstance(model, PreTrainedModel)
+    model.save_pretrained(unfinished / "model", state_dict=weights)
+    for pattern in _TOKENIZER_FILES:
+        for path in tokenizer_from.glob(pattern):
+            if path.suffix != ".safetensors":
+                shutil.copy2(path, unfinished / "model" / path.name)
+    torch.save({"optimizer": optimizer, "random": _random_state()}, unfinished / "trainer.pt")
+    (unfinished / "state.json").write_bytes(msgspec.json.encode(state))
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(unfinished, target)
+    for old in _checkpoints(directory)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def find_checkpoint(resume: str | Path, directory: Path) -> Path | None:
+    """The checkpoint that the setting `checkpoint.resume` means. Raises ConfigurationError for a path without one."""
+    if resume == "never":
+        return None
+    if resume == "latest":
+        return next(reversed(_checkpoints(directory)), None)
+    path = Path(resume)
+    if not (path / "state.json").is_file():
+        raise ConfigurationError(
+            f"checkpoint.resume: expected a checkpoint directory with state.json, got {str(path)!r}"
+        )
+    return path
+
+
+def read_state(checkpoint: Path) -> RunState:
+    try:
+        return msgspec.json.decode((checkpoint / "state.json").read_bytes(), type=RunState)
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"{checkpoint / 'state.json'} is not a run's state: {error}") from error
+
+
+def restore_worker(checkpoint: Path, worker: PolicyWorker) -> None:
+    """Optimizer, schedule and random state; the worker's model was loaded from `<checkpoint>/model` before."""
+    saved: dict[str, Any] = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=False)
+    set_optimizer_state_dict(worker.model, worker.optimizer, saved["optimizer"], options=_FULL)
+    worker.optimizer_steps = read_state(checkpoint).optimizer_steps
+    random.setstate(saved["random"]["python"])
+    np.random.set_state(saved["random"]["numpy"])
+    torch.set_rng_state(saved["random"]["torch"])
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+
+
+def _checkpoints(directory: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]

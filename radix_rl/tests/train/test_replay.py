@@ -1,0 +1,247 @@
+"""Routing replay against the live model."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from radix_rl.config.rollout import SamplingConfig
+from radix_rl.errors import ConfigurationError, ReplayError
+from radix_rl.train.batch import TrainSample, collate
+from radix_rl.train.logprobs import response_logprobs
+from radix_rl.train.replay import ReplayCounts, RouterReplay
+from radix_rl.train.routers import find_replay_routers
+
+CPU = torch.device("cpu")
+SAMPLING = SamplingConfig()
+MOE_FAMILIES = (
+    "qwen3_moe", "qwen3_moe_dense_first", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe",
+)  # fmt: skip
+
+
+def record_live(model: PreTrainedModel, samples: list[TrainSample]) -> list[TrainSample]:
+    """The samples with the experts that the model itself picks for each of their tokens."""
+    layers = int(model.config.num_hidden_layers)
+    recorded = []
+    for sample in samples:
+        rows = np.full((sample.num_tokens - 1, layers, 2), -1, dtype=np.int32)
+        handles = []
+        for layer, (router, _) in find_replay_routers(model).items():
+
+            def hook(_module: object, _args: object, output: tuple, layer: int = layer) -> None:
+                rows[:, layer] = output[2][: len(rows)].numpy()
+
+            handles.append(router.register_forward_hook(hook))
+        with torch.no_grad():
+            model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False)
+        for handle in handles:
+            handle.remove()
+        recorded.append(with_rows(sample, rows))
+    return recorded
+
+
+def with_rows(sample: TrainSample, rows: np.ndarray | None) -> TrainSample:
+    fields = {name: getattr(sample, name) for name in sample.__struct_fields__}
+    return TrainSample(**{**fields, "routed_experts": rows})
+
+
+def replayed(model: PreTrainedModel, samples: list[TrainSample], max_live_share: float = 0.0):
+    counts = ReplayCounts()
+    batch = collate(samples, CPU)
+    replay = RouterReplay(model, max_live_share=max_live_share)
+    with replay.microbatch(batch, counts):
+        logprobs = response_logprobs(model, batch, SAMPLING)
+        replay.forward_finished()
+    return logprobs, counts
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_replaying_what_the_model_itself_picked_changes_nothing(family, make_model, make_samples):
+    model = make_model(family)
+    samples = record_live(model, make_samples())
+    logprobs, counts = replayed(model, samples)
+    plain = response_logprobs(model, collate(samples, CPU), SAMPLING)
+    torch.testing.assert_close(logprobs, plain, rtol=0, atol=2e-6)
+    assert counts.disagreeing == 0
+    routed_layers = len(find_replay_routers(model))
+    assert counts.token_layers == routed_layers * sum(sample.num_tokens - 1 for sample in samples)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_replaying_other_experts_changes_the_output_and_gradients_reach_the_router(
+    family, make_model, make_samples
+):
+    model = make_model(family)
+    dense = tuple(set(range(3)) - set(find_replay_routers(model)))
+    samples = make_samples(dense=dense)
+    logprobs, counts = replayed(model, samples)
+    plain = response_logprobs(model, collate(samples, CPU), SAMPLING)
+    assert (logprobs - plain).abs().max() > 1e-3
+    assert counts.disagreeing > counts.token_layers // 2
+    logprobs.sum().backward()
+    for router, _ in find_replay_routers(model).values():
+        assert router.weight.grad.abs().max() > 0
+
+
+def test_disagreement_compares_sets_and_not_their_order(make_model, make_samples):
+    model = make_model()
+    samples = [with_rows(s, s.routed_experts[..., ::-1].copy()) for s in record_live(model, make_samples())]
+    logprobs, counts = replayed(model, samples)
+    assert counts.disagreeing == 0
+    torch.testing.assert_close(
+        logprobs, response_logprobs(model, collate(samples, CPU), SAMPLING), rtol=0, atol=2e-6
+    )
+
+
+def test_disagreement_counts_each_differing_token_and_layer(make_model, make_samples):
+    model = make_model()
+    (sample,) = record_live(model, make_samples(1))
+    rows = sample.routed_experts.copy()
+    # The last layer feeds no other router, so exactly the two changed rows differ.
+    for row in (0, 1):
+        rows[row, 2, 0] = next(e for e in range(8) if e not in rows[row, 2])
+    _, counts = replayed(model, [with_rows(sample, rows)])
+    assert counts.disagreeing == 2
+
+
+def test_rows_without_experts_route_live_up_to_the_ceiling(make_model, make_samples):
+    model = make_model()
+    samples = record_live(model, make_samples())
+    rows = samples[0].routed_experts.copy()
+    rows[-1] = -1
+    samples[0] = with_rows(samples[0], rows)
+    total = sum(sample.num_tokens - 1 for sample in samples)
+    logprobs, counts = replayed(model, samples, max_live_share=1.5 / total)
+    assert (counts.live_rows, counts.rows) == (1, total)
+    torch.testing.assert_close(
+        logprobs, response_logprobs(model, collate(samples, CPU), SAMPLING), rtol=0, atol=2e-6
+    )
+    with pytest.raises(ReplayError, match=f"1 of {total} token rows"):
+        replayed(model, samples, max_live_share=0.5 / total)
+
+
+def change_layers(rows):
+    return rows[:, :2]
+
+
+def change_top_k(rows):
+    return np.concatenate([rows, (rows[..., :1] + 1) % 8], axis=-1)
+
+
+def partly_missing_place(rows):
+    rows[0, 1, 0] = -1
+    return rows
+
+
+def partly_missing_layer(rows):
+    rows[0, 1] = -1
+    return rows
+
+
+def unknown_expert(rows):
+    rows[0, 0, 0] = 8
+    return rows
+
+
+def repeated_expert(rows):
+    rows[0, 0] = 0
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (change_layers, "2 layers, but the model has 3"),
+        (change_top_k, "routes to 2 experts a token, the recorded rows have 3"),
+        (partly_missing_place, "partly -1"),
+        (partly_missing_layer, "partly -1"),
+        (unknown_expert, "experts 0 to 7, a recorded row names expert 8"),
+        (repeated_expert, "names an expert twice"),
+    ],
+)
+def test_rows_that_do_not_fit_the_model_are_refused(spoil, message, make_model, make_samples):
+    samples = [with_rows(sample, spoil(sample.routed_experts)) for sample in make_samples()]
+    with pytest.raises(ReplayError, match=message):
+        replayed(make_model(), samples)
+
+
+def test_experts_in_a_dense_layer_are_refused(make_model, make_samples):
+    with pytest.raises(ReplayError, match="layer 0, which has no router"):
+        replayed(make_model("qwen3_moe_dense_first"), make_samples())
+
+
+def test_an_exception_leaves_no_hook_and_no_rows_behind(make_model, make_samples):
+    model = make_model()
+    samples = make_samples()
+    batch = collate(samples, CPU)
+    plain = response_logprobs(model, batch, SAMPLING)
+    replay = RouterReplay(model, max_live_share=0.0)
+    with pytest.raises(RuntimeError, match="stop"), replay.microbatch(batch, ReplayCounts()):
+        response_logprobs(model, batch, SAMPLING)
+        raise RuntimeError("stop")
+    assert torch.equal(response_logprobs(model, batch, SAMPLING), plain)
+    replayed(model, samples)
+
+
+def test_a_router_that_is_called_twice_or_never_is_an_error(make_model, make_samples):
+    model = make_model()
+    batch = collate(make_samples(), CPU)
+    replay = RouterReplay(model, max_live_share=0.0)
+    with (
+        pytest.raises(ReplayError, match="one call of each router"),
+        replay.microbatch(batch, ReplayCounts()),
+    ):
+        replay.forward_finished()
+    with (
+        pytest.raises(ReplayError, match="one call of each router"),
+        replay.microbatch(batch, ReplayCounts()),
+    ):
+        response_logprobs(model, batch, SAMPLING)
+        response_logprobs(model, batch, SAMPLING)
+        replay.forward_finished()
+
+
+def test_recomputation_in_the_backward_pass_sees_the_same_experts(make_model, make_samples):
+    gradients = []
+    for checkpointing in (False, True):
+        model = make_model()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            for module in model.modules():
+                module.training = bool(getattr(module, "gradient_checkpointing", False))
+        replay = RouterReplay(model, max_live_share=0.0)
+        batch = collate(make_samples(), CPU)
+        with replay.microbatch(batch, ReplayCounts()):
+            logprobs = response_logprobs(model, batch, SAMPLING)
+            replay.forward_finished()
+            logprobs.sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, recomputed)
+
+
+def test_padding_and_last_tokens_are_spread_evenly_over_the_experts(make_model, make_samples):
+    model = make_model()
+    samples = make_samples()
+    seen = []
+    replay = RouterReplay(model, max_live_share=0.0)
+    batch = collate(samples, CPU)
+    with replay.microbatch(batch, ReplayCounts()):
+        router = find_replay_routers(model)[0][0]
+        handle = router.register_forward_hook(lambda _m, _a, output: seen.append(output[2]))
+        response_logprobs(model, batch, SAMPLING)
+        handle.remove()
+    positions = torch.arange(batch.input_ids_bt.shape[1])
+    unused = (positions >= (batch.lengths_b - 1)[:, None]).flatten()
+    loads = torch.bincount(seen[0][unused].flatten(), minlength=8)
+    assert loads.max() - loads.min() <= 1
+
+
+def test_a_dense_model_and_an_unknown_router_are_refused(make_model):
+    with pytest.raises(ConfigurationError, match="no routers"):
+        RouterReplay(make_model("llama"), max_live_share=0.0)
+    model = make_model()
+    router, _ = find_replay_routers(model)[1]
+    router.__class__ = type("SomeNewRouter", (type(router),), {})
+    with pytest.raises(ConfigurationError, match=r"layer 1: expected one router .* got \['SomeNewRouter'\]"):
+        RouterReplay(model, max_live_share=0.0)
