@@ -1,19 +1,25 @@
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
-from radix_transfer_plugins import FieldSpec, OutputStore, StoreRef
+
+from radix_transfer_plugins import OutputStore, StoreRef, create_backend
 
 
 class GatedStore(OutputStore):
-    """Holds its objects in a dict. While `gate` is closed (`clear`), puts and deletes wait inside the call."""
+    """A store in memory that can be told to wait and to fail. While `gate` is cleared, puts wait inside the
+    call.
+    """
 
     def __init__(self) -> None:
+        config = {"name": uuid.uuid4().hex, "key_prefix": "test/run"}
+        super().__init__(backend=create_backend("memory", config))
+        self._view = OutputStore(backend=create_backend("memory", config))
         self.gate = threading.Event()
         self.gate.set()
         self.put_started = threading.Semaphore(0)
-        self.objects: set[str] = set()
         self.num_puts = 0
         self.running = 0
         self.most_running = 0
@@ -22,6 +28,11 @@ class GatedStore(OutputStore):
         self.closed = False
         self._lock = threading.Lock()
 
+    @property
+    def objects(self) -> set[str]:
+        """Keys of stored objects, also after `close`."""
+        return {info.key.rpartition("/")[0] for info in self._view.list_objects()}
+
     def put_many(
         self, stashes: Sequence[msgspec.Struct], *, start_rows: Sequence[Mapping[str, int]] | None = None
     ) -> list[StoreRef]:
@@ -29,28 +40,27 @@ class GatedStore(OutputStore):
             self.num_puts += 1
             self.running += 1
             self.most_running = max(self.most_running, self.running)
-            key = f"test/{self.num_puts}"
         self.put_started.release()
         try:
             assert self.gate.wait(30)
             if self.put_error is not None:
                 raise self.put_error
-            spec = FieldSpec(dtype="int32", shape=(2,), codec="raw", stored_bytes=8, checksum="crc32:00000000")
-            with self._lock:
-                self.objects.add(key)
+            return super().put_many(stashes, start_rows=start_rows)
         finally:
             with self._lock:
                 self.running -= 1
-        return [StoreRef(backend="gated", key=key, fields={"routed_experts": spec})]
 
     def delete_many(self, refs: Sequence[StoreRef]) -> None:
         if self.delete_error is not None:
             raise self.delete_error
-        with self._lock:
-            self.objects -= {ref.key for ref in refs}
+        super().delete_many(refs)
 
     def close(self) -> None:
         self.closed = True
+        super().close()
+
+    def close_view(self) -> None:
+        self._view.close()
 
 
 @pytest.fixture
@@ -58,3 +68,4 @@ def gated_store():
     store = GatedStore()
     yield store
     store.gate.set()
+    store.close_view()

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from radix_engine_plugins.collector import TokenOutputCollector
 
 
@@ -92,7 +93,9 @@ def test_narrow_rows_are_widened_and_wide_ones_refused():
 
 
 def test_a_refused_addition_leaves_the_collected_rows_as_they_were():
-    collector = TokenOutputCollector(routed_experts_shape=(2, 3), sampling_mask=True, sampling_mask_logprobs=True)
+    collector = TokenOutputCollector(
+        routed_experts_shape=(2, 3), sampling_mask=True, sampling_mask_logprobs=True
+    )
     collector.add_routed_experts(_rows(0, 1))
 
     with pytest.raises(ValueError, match=r"expected rows of shape \[n, 2, 3\], got \(1, 3, 2\)"):

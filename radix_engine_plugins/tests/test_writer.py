@@ -1,10 +1,12 @@
 import asyncio
+import contextlib
 import random
 import threading
 import time
 
 import numpy as np
 import pytest
+
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_transfer_plugins import TokenOutputStash
 from radix_transfer_plugins.errors import StoreFullError
@@ -30,6 +32,7 @@ async def _put_started(store):
 async def test_a_written_object_belongs_to_the_caller_until_discarded(writer, gated_store, stash):
     ref = await writer.write(stash, {"routed_experts": 3})
     assert gated_store.objects == {ref.key}
+    assert ref.fields["routed_experts"].start_row == 3
 
     writer.discard([ref])
     await writer.close()
@@ -126,7 +129,8 @@ async def test_cancelled_with_its_result_already_on_the_way_nothing_is_left(writ
     while not gated_store.objects or gated_store.running:
         time.sleep(0.001)
     time.sleep(0.02)
-    # One pass of the loop sets the asyncio future and schedules the task's wake-up; cancelling then hits the gap.
+    # One pass of the loop sets the asyncio future and schedules the task's wake-up; cancelling then
+    # hits the gap.
     asyncio.get_running_loop().call_soon(write.cancel)
     with pytest.raises(asyncio.CancelledError):
         await write
@@ -146,10 +150,8 @@ async def test_cancellation_at_random_moments_leaves_exactly_what_was_returned(w
         if chance.random() < 0.3:
             await asyncio.sleep(chance.random() * 0.01)
         write.cancel()
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             returned.add((await write).key)
-        except asyncio.CancelledError:
-            pass
 
     for _ in range(30):
         await asyncio.gather(*(client() for _ in range(20)))

@@ -3,6 +3,7 @@
 from typing import TypeVar
 
 import numpy as np
+
 from radix_transfer_plugins import TokenOutputStash
 
 _T = TypeVar("_T")
@@ -10,7 +11,8 @@ _FIRST_CAPACITY_ROWS = 64
 
 
 class _GrowingArray:
-    """Rows appended to one array that doubles when full. Rows once written are never changed or moved under a reader:
+    """Rows appended to one array that doubles when full. Rows once written are never changed or moved under
+    a reader:
     `first` gives views, and growth copies to new memory."""
 
     def __init__(self, row_shape: tuple[int, ...], dtype: type[np.generic], capacity_rows: int) -> None:
@@ -23,9 +25,13 @@ class _GrowingArray:
     def append(self, rows: np.ndarray) -> None:
         """`[n, *row_shape]`, any dtype that casts to the array's own without loss."""
         if not np.can_cast(rows.dtype, self.dtype, "safe"):
-            raise ValueError(f"expected rows of dtype {self.dtype} or narrower, got {rows.dtype!r}; convert them first")
+            raise ValueError(
+                f"expected rows of dtype {self.dtype} or narrower, got {rows.dtype!r}; convert them first"
+            )
         if rows.shape[1:] != self.row_shape:
-            raise ValueError(f"expected rows of shape [n, {', '.join(map(str, self.row_shape))}], got {rows.shape!r}")
+            raise ValueError(
+                f"expected rows of shape [n, {', '.join(map(str, self.row_shape))}], got {rows.shape!r}"
+            )
         end = self.num_rows + len(rows)
         array = self._with_room_for(end)
         array[self.num_rows : end] = rows
@@ -63,7 +69,8 @@ class _TokenRows:
     def until(self, end_row: int) -> np.ndarray:
         if end_row > self.end_row:
             raise ValueError(
-                f"{self.field}: {end_row} tokens went through the model, but only {self.end_row} rows were collected; "
+                f"{self.field}: {end_row} tokens went through the model, but only {self.end_row} rows "
+                f"were collected; "
                 f"rows are never padded, so the engine's capture lost some"
             )
         return self._kept.first(max(end_row - self.start_row, 0))
@@ -107,7 +114,9 @@ class TokenOutputCollector:
         )
         self._mask_lengths = _GrowingArray((), np.int32, _FIRST_CAPACITY_ROWS) if sampling_mask else None
         self._mask_token_ids = _GrowingArray((), np.int32, _FIRST_CAPACITY_ROWS) if sampling_mask else None
-        self._mask_logprobs = _GrowingArray((), np.float32, _FIRST_CAPACITY_ROWS) if sampling_mask_logprobs else None
+        self._mask_logprobs = (
+            _GrowingArray((), np.float32, _FIRST_CAPACITY_ROWS) if sampling_mask_logprobs else None
+        )
 
     def add_routed_experts(self, rows: np.ndarray) -> None:
         """`[n, layers, top_k]` int32 (or narrower), the next n rows; copied."""
@@ -122,16 +131,21 @@ class TokenOutputCollector:
         ids = _asked_for(self._mask_token_ids, "sampling_mask")
         lengths = _asked_for(self._mask_lengths, "sampling_mask")
         if (logprobs is not None) != (self._mask_logprobs is not None):
-            raise ValueError("sampling_mask: log-probabilities are given exactly when sampling_mask_logprobs was asked for")
+            raise ValueError(
+                "sampling_mask: log-probabilities are given exactly when sampling_mask_logprobs was asked for"
+            )
         if logprobs is not None and self._mask_logprobs is not None:
             if logprobs.shape != token_ids.shape:
-                raise ValueError(f"sampling_mask: {token_ids.shape!r} token ids but {logprobs.shape!r} log-probabilities")
+                raise ValueError(
+                    f"sampling_mask: {token_ids.shape!r} token ids but {logprobs.shape!r} log-probabilities"
+                )
             self._mask_logprobs.append(logprobs)
         ids.append(token_ids)
         lengths.append(np.array([len(token_ids)], np.int32))
 
     def to_stash(self, num_tokens_forwarded: int) -> TokenOutputStash:
-        """Exactly the rows [start_row, num_tokens_forwarded). ValueError if fewer were collected: rows are never padded.
+        """Exactly the rows [start_row, num_tokens_forwarded). ValueError if fewer were collected: rows are
+        never padded.
 
         The arrays are views of this collector's memory that later additions never change.
         """
@@ -146,7 +160,11 @@ class TokenOutputCollector:
 
     def start_rows(self) -> dict[str, int]:
         """For `OutputStore.put_many(start_rows=[...])`: the per-token fields that were asked for."""
-        return {rows.field: self._start_row for rows in (self._routed_experts, self._indexer_topk) if rows is not None}
+        return {
+            rows.field: self._start_row
+            for rows in (self._routed_experts, self._indexer_topk)
+            if rows is not None
+        }
 
 
 def _asked_for(value: _T | None, field: str) -> _T:

@@ -2,15 +2,34 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-_SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_SECONDS_BUCKETS = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+)
 
 
 class OutputStoreMetrics:
     """Counts into the registry it is given. One instance a registry: Prometheus refuses a name twice."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
         self.puts = Counter("output_store_puts", "Stashes stored.", registry=registry)
-        self.put_failures = Counter("output_store_put_failures", "Puts that the store refused.", registry=registry)
+        self.put_failures = Counter(
+            "output_store_put_failures", "Puts that the store refused.", registry=registry
+        )
         self.put_bytes = Counter("output_store_put_bytes", "Encoded bytes stored.", registry=registry)
         self.put_seconds = Histogram(
             "output_store_put_seconds",
@@ -20,7 +39,9 @@ class OutputStoreMetrics:
         )
         self.pending_puts = Gauge("output_store_pending_puts", "Puts that wait or run.", registry=registry)
         self.discards = Counter(
-            "output_store_discards", "Objects deleted because nobody was handed their reference.", registry=registry
+            "output_store_discards",
+            "Objects deleted because nobody was handed their reference.",
+            registry=registry,
         )
         self.discard_failures = Counter(
             "output_store_discard_failures",

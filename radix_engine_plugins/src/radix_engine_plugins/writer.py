@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from radix_transfer_plugins import OutputStore, StoreRef
 
 from radix_engine_plugins.metrics import OutputStoreMetrics
+from radix_transfer_plugins import OutputStore, StoreRef
 
 logger = logging.getLogger(__name__)
 
@@ -18,23 +18,27 @@ logger = logging.getLogger(__name__)
 class OutputStoreWriter:
     """Bounded number of concurrent puts on threads of its own; nothing here blocks the event loop.
 
-    Ownership: `write` returned a reference -> the caller owns the object and calls `discard` if the reference never
-    reaches its client. `write` raised or was cancelled, at any moment -> the writer removes whatever was stored.
+    Ownership: `write` returned a reference -> the caller owns the object and calls `discard` if the
+    reference never reaches its client. `write` raised or was cancelled, at any moment -> the writer removes
+    whatever was stored.
 
-    `write` and `discard` may be called from several threads and event loops at once. A put that waits for its turn
-    holds its stash and nothing else: no thread, no buffer of the store.
+    `write` and `discard` may be called from several threads and event loops at once. A put that waits for
+    its turn holds its stash and nothing else: no thread, no buffer of the store.
     """
 
     def __init__(
         self, store: OutputStore, *, max_concurrent_puts: int = 4, metrics: OutputStoreMetrics | None = None
     ) -> None:
-        """The writer owns `store` from here on and closes it. `metrics` default to a registry of the writer's own."""
+        """The writer owns `store` from here on and closes it. `metrics` default to a registry of the
+        writer's own.
+        """
         if max_concurrent_puts < 1:
             raise ValueError(f"max_concurrent_puts: expected 1 or more, got {max_concurrent_puts!r}")
         self.metrics = metrics if metrics is not None else OutputStoreMetrics(CollectorRegistry())
         self._store = store
         self._put_threads = ThreadPoolExecutor(max_concurrent_puts, thread_name_prefix="output-store-put")
-        # Deletes have a thread of their own: a put that waits for room must never keep the delete that makes room waiting.
+        # Deletes have a thread of their own: a put that waits for room must never keep the delete that
+        # makes room waiting.
         self._delete_thread = ThreadPoolExecutor(1, thread_name_prefix="output-store-delete")
 
     async def write(self, stash: msgspec.Struct, start_rows: Mapping[str, int] | None = None) -> StoreRef:
@@ -52,14 +56,17 @@ class OutputStoreWriter:
         try:
             return await asyncio.wrap_future(put)
         except BaseException:
-            # Covers cancellation before the put started (it never will), while it runs and after it ended, and a
+            # Covers cancellation before the put started (it never will), while it runs and after it
+            # ended, and a
             # coroutine that is closed because its loop goes away.
             if not put.cancel():
                 put.add_done_callback(self._discard_result)
             raise
 
     def discard(self, refs: Sequence[StoreRef]) -> None:
-        """Delete in the background objects whose reference was never handed over; failures are logged and counted."""
+        """Delete in the background objects whose reference was never handed over; failures are logged and
+        counted.
+        """
         refs = list(refs)
         if not refs:
             return
@@ -100,7 +107,9 @@ class OutputStoreWriter:
             self._store.delete_many(refs)
         except Exception:
             self.metrics.discard_failures.inc(len(refs))
-            logger.exception("could not delete from the output store; left for garbage collection: %s", _keys(refs))
+            logger.exception(
+                "could not delete from the output store; left for garbage collection: %s", _keys(refs)
+            )
         else:
             self.metrics.discards.inc(len(refs))
 

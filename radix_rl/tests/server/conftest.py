@@ -1,17 +1,17 @@
 import asyncio
 import contextlib
-import socket
+import functools
+import json
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
+
 from radix_engine_plugins.collector import TokenOutputCollector
-from radix_engine_plugins.metrics import OutputStoreMetrics
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
 from radix_rl.errors import EngineDeadError, EngineStateError, RequestError
@@ -52,8 +52,8 @@ class LetterTokenizer:
 class LetterEngine(Engine):
     """Answers with the letters after the prompt's last one, one at a time, `step_s` apart.
 
-    Token i's routed experts are `[[i, token], [-1, -1]]`. Faults: `fail_with` makes every generate raise after its
-    first token; `state_error` makes `health` and new requests raise.
+    Token i's routed experts are `[[i, token], [-1, -1]]`. Faults: `fail_with` makes every generate raise
+    after its first token; `state_error` makes `health` and new requests raise.
     """
 
     def __init__(self, writer: OutputStoreWriter | None, backend: str | None) -> None:
@@ -208,6 +208,9 @@ class LetterEngine(Engine):
         self.calls.append(("commit", version))
         self.version = version
 
+    async def set_weight_version(self, version: str) -> None:
+        self.version = version
+
     async def abort_weight_update(self) -> None:
         self.calls.append("abort_update")
 
@@ -222,7 +225,9 @@ class LetterEngine(Engine):
 class RunningServer:
     """A server on a real loopback socket, its engine on a thread of its own."""
 
-    def __init__(self, url: str, engine: LetterEngine, writer: OutputStoreWriter | None, store: OutputStore) -> None:
+    def __init__(
+        self, url: str, engine: LetterEngine, writer: OutputStoreWriter | None, store: OutputStore
+    ) -> None:
         self.url = url
         self.engine = engine
         self.writer = writer
@@ -239,14 +244,11 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def _running(*, store: bool = True, **settings: Any):
-    registry = CollectorRegistry()
+def _running(views: list[OutputStore], *, store: bool = True, **settings: Any):
     config = {"name": uuid.uuid4().hex, "key_prefix": "test/run"}
     view = OutputStore(backend=create_backend("memory", config))
-    writer = None
-    if store:
-        written = OutputStore(backend=create_backend("memory", config))
-        writer = OutputStoreWriter(written, metrics=OutputStoreMetrics(registry))
+    views.append(view)
+    writer = OutputStoreWriter(OutputStore(backend=create_backend("memory", config))) if store else None
     sock = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
     ready = threading.Event()
@@ -260,9 +262,7 @@ def _running(*, store: bool = True, **settings: Any):
             "enable_return_routed_experts": True,
             "output_store_backend": "memory" if store else None,
         }
-        app = create_app(
-            engine, LetterTokenizer(), ServerSettings(**(defaults | settings)), writer=writer, registry=registry
-        )
+        app = create_app(engine, LetterTokenizer(), ServerSettings(**(defaults | settings)), writer=writer)
         server = HttpServer(app, drain_s=1)
         holder.update(engine=engine, server=server, loop=asyncio.get_running_loop())
         try:
@@ -276,30 +276,107 @@ def _running(*, store: bool = True, **settings: Any):
     try:
         assert ready.wait(30), "the server did not start"
         running = RunningServer(f"http://127.0.0.1:{port}", holder["engine"], writer, view)
-        with running.client:
-            yield running
+        yield running
     finally:
         if "server" in holder:
             holder["loop"].call_soon_threadsafe(holder["server"].stop)
         thread.join(30)
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def run_server():
+    """`with run_server(...) as server`; `server.objects()` may be asked after it has stopped, too."""
+    views: list[OutputStore] = []
+    yield functools.partial(_running, views)
+    for view in views:
         view.close()
 
 
 @pytest.fixture
-def run_server() -> Callable[..., contextlib.AbstractContextManager[RunningServer]]:
-    """`with run_server(...) as server`, to look at what is left after it has stopped."""
-    return _running
-
-
-@pytest.fixture
-def server():
-    with _running() as running:
+def server(run_server):
+    with run_server() as running:
         yield running
 
 
+@pytest.fixture(scope="module")
+def shared_server():
+    """For tests that leave nothing behind and look at no other's objects."""
+    views: list[OutputStore] = []
+    with _running(views) as running:
+        yield running
+    for view in views:
+        view.close()
+
+
+class AsgiExchange:
+    """Runs one stored request through the application without a socket."""
+
+    def __init__(self) -> None:
+        config = {"name": uuid.uuid4().hex, "key_prefix": "test/run"}
+        self.writer = OutputStoreWriter(OutputStore(backend=create_backend("memory", config)))
+        self.view = OutputStore(backend=create_backend("memory", config))
+        settings = ServerSettings(
+            model_path="/models/letters",
+            served_model_name="letters",
+            enable_return_routed_experts=True,
+            output_store_backend="memory",
+        )
+        engine = LetterEngine(self.writer, "memory")
+        self.app = create_app(engine, LetterTokenizer(), settings, writer=self.writer)
+
+    async def run(
+        self, *, stream: bool, fail_at: int | None = None, leave_after: int | None = None
+    ) -> list[dict[str, Any]]:
+        """The messages sent. Sending message number `fail_at` raises; the client leaves after number
+        `leave_after`.
+        """
+        body = json.dumps(
+            {
+                "text": "ab",
+                "stream": stream,
+                "sampling_params": {"max_new_tokens": 2},
+                "return_routed_experts": True,
+                "return_outputs_via_store": True,
+            }
+        ).encode()
+        requests = [{"type": "http.request", "body": body, "more_body": False}]
+        left = asyncio.Event()
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            if requests:
+                return requests.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if len(sent) == fail_at:
+                raise ConnectionResetError("the peer is gone")
+            if not left.is_set():
+                sent.append(message)
+            if len(sent) - 1 == leave_after:
+                left.set()
+
+        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
+        await self.app(scope, receive, send)
+        return sent
+
+    def wire(self, sent: list[dict[str, Any]]) -> bytes:
+        return b"".join(message.get("body", b"") for message in sent)
+
+    async def num_objects(self) -> int:
+        """After the deletes that were ordered have run."""
+        await asyncio.wrap_future(self.writer._delete_thread.submit(lambda: None))
+        return len(list(self.view.list_objects()))
+
+    async def clear(self) -> None:
+        self.view.delete_objects(older_than_s=0)
+
+
 @pytest.fixture
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+async def asgi_exchange():
+    exchange = AsgiExchange()
+    yield exchange
+    await exchange.writer.close()
+    exchange.view.close()

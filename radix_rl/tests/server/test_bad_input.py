@@ -1,4 +1,5 @@
 import pytest
+
 from radix_transfer_plugins.errors import StoreFullError, StoreUnavailableError
 
 OK = {"sampling_params": {"max_new_tokens": 1}}
@@ -47,17 +48,17 @@ OK = {"sampling_params": {"max_new_tokens": 1}}
         ({"text": ["a", "b"], "rid": ["x"]}, "expected 2 ids"),
     ],
 )
-def test_what_no_retry_can_save_is_a_400_that_names_it(server, body, message):
-    response = server.client.post("/generate", json=body)
+def test_what_no_retry_can_save_is_a_400_that_names_it(shared_server, body, message):
+    response = shared_server.client.post("/generate", json=body)
 
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
-    assert server.generate(text="a", **OK).status_code == 200
+    assert shared_server.generate(text="a", **OK).status_code == 200
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"text": "a"} x'])
-def test_a_body_that_is_no_json_object_is_a_400(server, data):
-    response = server.client.post("/generate", content=data)
+def test_a_body_that_is_no_json_object_is_a_400(shared_server, data):
+    response = shared_server.client.post("/generate", content=data)
 
     assert response.status_code == 400
     assert "JSON" in response.json()["error"]["message"]
@@ -80,7 +81,9 @@ def test_routed_experts_without_capture_name_the_flag(run_server):
         assert "--enable-return-routed-experts" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("error", [StoreFullError("needs 9 bytes, 1 free"), StoreUnavailableError("10.0.0.1 is silent")])
+@pytest.mark.parametrize(
+    "error", [StoreFullError("needs 9 bytes, 1 free"), StoreUnavailableError("10.0.0.1 is silent")]
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_store_that_fails_fails_the_request_and_the_server_goes_on(server, monkeypatch, error, stream):
     opted_in = {"text": "a", "return_routed_experts": True, "return_outputs_via_store": True, **OK}

@@ -3,6 +3,7 @@ import json
 
 import numpy as np
 import pytest
+
 from radix_transfer_plugins import StoreRef, TokenOutputStash
 
 
@@ -18,7 +19,9 @@ def _experts(meta):
 
 
 def test_one_prompt_answers_one_object(server):
-    answer = server.generate(text="ab", sampling_params={"max_new_tokens": 3}, return_logprob=True, rid="r-1").json()
+    answer = server.generate(
+        text="ab", sampling_params={"max_new_tokens": 3}, return_logprob=True, rid="r-1"
+    ).json()
 
     assert answer["text"] == "cde"
     assert answer["output_ids"] == [2, 3, 4]
@@ -54,7 +57,10 @@ def test_n_turns_one_prompt_into_a_list(server):
 def test_routed_experts_inline_are_the_rows_from_the_asked_start(server):
     for start in (0, 1, 2):
         answer = server.generate(
-            text="ab", sampling_params={"max_new_tokens": 3}, return_routed_experts=True, routed_experts_start_len=start
+            text="ab",
+            sampling_params={"max_new_tokens": 3},
+            return_routed_experts=True,
+            routed_experts_start_len=start,
         ).json()
         meta = answer["meta_info"]
         assert meta["routed_experts_start_len"] == start
@@ -62,7 +68,9 @@ def test_routed_experts_inline_are_the_rows_from_the_asked_start(server):
 
 
 def test_zero_outputs_have_the_prompt_s_rows(server):
-    meta = server.generate(text="abc", sampling_params={"max_new_tokens": 0}, return_routed_experts=True).json()["meta_info"]
+    meta = server.generate(
+        text="abc", sampling_params={"max_new_tokens": 0}, return_routed_experts=True
+    ).json()["meta_info"]
 
     assert meta["completion_tokens"] == 0
     assert meta["routed_experts_shape"] == [3, 2, 2]
@@ -70,14 +78,19 @@ def test_zero_outputs_have_the_prompt_s_rows(server):
 
 def test_opted_in_the_reference_takes_the_place_of_the_arrays(server):
     answer = server.generate(
-        text="ab", sampling_params={"max_new_tokens": 3}, return_routed_experts=True, return_outputs_via_store=True
+        text="ab",
+        sampling_params={"max_new_tokens": 3},
+        return_routed_experts=True,
+        return_outputs_via_store=True,
     ).json()
     meta = answer["meta_info"]
     assert "routed_experts" not in meta
     ref = StoreRef.from_builtins(meta["output_store_ref"])
     assert server.objects() == {ref.key}
 
-    (stash,) = server.store.read_many([(ref, ["routed_experts"])], stash_type=TokenOutputStash, buffer_bytes=1 << 20)
+    (stash,) = server.store.read_many(
+        [(ref, ["routed_experts"])], stash_type=TokenOutputStash, buffer_bytes=1 << 20
+    )
 
     np.testing.assert_array_equal(stash.routed_experts, _rows("ab", answer["output_ids"]))
 
@@ -183,7 +196,12 @@ def test_prompt_ids_and_token_texts_come_on_demand(server):
 def test_fields_of_sglang_that_change_nothing_are_accepted(server):
     response = server.generate(
         text="a",
-        sampling_params={"max_new_tokens": 1, "temperature": None, "regex": None, "skip_special_tokens": True},
+        sampling_params={
+            "max_new_tokens": 1,
+            "temperature": None,
+            "regex": None,
+            "skip_special_tokens": True,
+        },
         image_data=None,
         lora_path=None,
         top_logprobs_num=0,
@@ -200,7 +218,9 @@ def test_samples_with_one_seed_get_seeds_of_their_own():
     from radix_rl.server.generate_body import parse_generate
 
     info = EngineInfo(model_path="", weight_version="", context_length=10, vocab_size=10, num_layers=1)
-    body = json.dumps({"input_ids": [1], "sampling_params": {"n": 3, "sampling_seed": 5, "max_new_tokens": None}})
+    body = json.dumps(
+        {"input_ids": [1], "sampling_params": {"n": 3, "sampling_seed": 5, "max_new_tokens": None}}
+    )
 
     call = parse_generate(body.encode(), None, info)  # type: ignore[arg-type]
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from radix_rl.weights.bucket import pack_buckets
 from radix_rl.weights.wire import decode_bucket, encode_bucket
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from radix_rl.errors import EngineStateError
 from radix_rl.types import GenerateOutput, GenerateRequest, PartialOutput
 
 if TYPE_CHECKING:
@@ -108,6 +109,10 @@ class Engine(ABC):
     @abstractmethod
     async def abort_weight_update(self) -> None:
         """Drop a begun update. The old weights stay in force, or the engine says that it has none. Safe in a `finally`."""
+
+    async def set_weight_version(self, version: str) -> None:
+        """Give the weights in force another version name. EngineStateError from an engine that cannot."""
+        raise EngineStateError(f"{type(self).__name__} cannot rename its weights; send an update instead")
 
     @abstractmethod
     async def health(self) -> None:

@@ -5,17 +5,18 @@ import time
 from typing import Any
 
 import numpy as np
-from radix_transfer_plugins import TokenOutputStash
 
 from radix_rl.server.generate_body import Item, Tokenizer
 from radix_rl.types import FinishReason, GenerateOutput, PartialOutput
+from radix_transfer_plugins import TokenOutputStash
 
 
 def meta_info(item: Item, output: GenerateOutput, tokenizer: Tokenizer, start_s: float) -> dict[str, Any]:
     """`meta_info` of a finished answer; `start_s` is on the clock of `time.perf_counter`.
 
     SGLang's keys, and three more: `output_store_ref`, and for replay outputs inline their start row and shape
-    (`routed_experts_start_len`, `routed_experts_shape`, `indexer_topk_shape`), which no length of a buffer can tell.
+    (`routed_experts_start_len`, `routed_experts_shape`, `indexer_topk_shape`), which no length of a buffer
+    can tell.
     """
     info = _counts(item, output, finish_reason(output.finish_reason))
     if item.return_logprob:
@@ -47,7 +48,9 @@ def finish_reason(reason: FinishReason) -> dict[str, Any]:
     return {"type": "abort", "message": reason.message or "Aborted"}
 
 
-def _counts(item: Item, output: GenerateOutput | PartialOutput, reason: dict[str, Any] | None) -> dict[str, Any]:
+def _counts(
+    item: Item, output: GenerateOutput | PartialOutput, reason: dict[str, Any] | None
+) -> dict[str, Any]:
     spans = output.version_spans
     return {
         "id": item.request.request_id,
@@ -57,13 +60,17 @@ def _counts(item: Item, output: GenerateOutput | PartialOutput, reason: dict[str
         "cached_tokens": output.cached_tokens,
         "reasoning_tokens": 0,
         "weight_version": spans[-1].version if spans else None,
-        "weight_versions": [{"version": span.version, "start": span.start, "end": span.end} for span in spans],
+        "weight_versions": [
+            {"version": span.version, "start": span.start, "end": span.end} for span in spans
+        ],
     }
 
 
 def _logprobs(item: Item, output: GenerateOutput | PartialOutput, tokenizer: Tokenizer) -> dict[str, Any]:
     ids = output.output_ids
-    texts = [tokenizer.decode([token]) for token in ids] if item.return_text_in_logprobs else [None] * len(ids)
+    texts = (
+        [tokenizer.decode([token]) for token in ids] if item.return_text_in_logprobs else [None] * len(ids)
+    )
     return {
         "input_token_logprobs": [],
         "output_token_logprobs": list(zip(output.output_logprobs, ids, texts, strict=True)),
@@ -97,7 +104,7 @@ def _sampled_logprobs(item: Item, output: GenerateOutput) -> dict[str, Any]:
 
 
 def _base64_int32(array: np.ndarray) -> str:
-    return base64.b64encode(np.ascontiguousarray(array, dtype="<i4")).decode("ascii")
+    return base64.b64encode(np.ascontiguousarray(array, dtype="<i4").data).decode("ascii")
 
 
 def _rows(values: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:

@@ -3,13 +3,11 @@
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
-from radix_engine_plugins.writer import OutputStoreWriter
-from radix_transfer_plugins.errors import OutputStoreError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from radix_engine_plugins.writer import OutputStoreWriter
 from radix_rl.engines.base import Engine
 from radix_rl.errors import RadixError
 from radix_rl.server import control_routes, generate_route, info_routes, weight_routes
@@ -17,6 +15,7 @@ from radix_rl.server.auth import BearerAuth
 from radix_rl.server.errors import error_response
 from radix_rl.server.settings import ServerSettings
 from radix_rl.server.state import ServerState
+from radix_transfer_plugins.errors import OutputStoreError
 
 
 def create_app(
@@ -25,15 +24,13 @@ def create_app(
     settings: ServerSettings,
     *,
     writer: OutputStoreWriter | None = None,
-    registry: CollectorRegistry | None = None,
 ) -> FastAPI:
     """`engine` is started; it and `writer` stay the caller's, who closes them after the server has stopped.
 
-    `writer` is the one the engine stores with, None exactly when the engine has no store. `registry` (default: a new one)
-    is what `/metrics` shows; pass the one that the writer counts into.
+    `writer` is the one the engine stores with, None exactly when the engine has no store.
     """
     app = FastAPI(title="radix-rl", docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.server = ServerState(engine, tokenizer, settings, writer, registry or CollectorRegistry())
+    app.state.server = ServerState(engine, tokenizer, settings, writer)
     app.include_router(generate_route.router)
     app.include_router(info_routes.router)
     app.include_router(control_routes.router)

@@ -1,4 +1,6 @@
-"""Bearer keys, with SGLang's rules: `--api-key` guards every route, `--admin-api-key` the routes that change the server."""
+"""Bearer keys, with SGLang's rules: `--api-key` guards every route, `--admin-api-key` the routes that change
+the server.
+"""
 
 import secrets
 
@@ -12,7 +14,8 @@ _OPEN_PREFIXES = ("/health", "/metrics")
 
 
 class BearerAuth:
-    """ASGI middleware. An admin route takes the admin key when there is one (the plain key is then refused there) and
+    """ASGI middleware. An admin route takes the admin key when there is one (the plain key is then refused
+    there) and
     the plain key otherwise; without any key configured everything is open."""
 
     def __init__(

@@ -4,15 +4,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from radix_transfer_plugins.errors import OutputStoreError, StoreFullError, StoreUnavailableError
 from starlette.responses import Response
 
-from radix_rl.errors import EngineDeadError, EngineError, EngineStateError, RadixError, RequestError
+from radix_rl.errors import (
+    EngineDeadError,
+    EngineError,
+    EngineStateError,
+    RadixError,
+    RequestError,
+    WeightUpdateError,
+)
+from radix_transfer_plugins.errors import OutputStoreError, StoreFullError, StoreUnavailableError
 
 
 def status_of(error: BaseException) -> int:
-    """400: no retry can save the request; 409: the engine's state forbids it; 503: try again later or elsewhere."""
-    if isinstance(error, RequestError):
+    """400: no retry can save the request; 409: the engine's state forbids it; 503: try again later or
+    elsewhere.
+    """
+    if isinstance(error, RequestError | WeightUpdateError):
         return 400
     if isinstance(error, EngineStateError):
         return 409

@@ -1,7 +1,8 @@
 """`Exchange`: one generation request from its parsed body to its last byte, owning everything in between.
 
-All of it happens in one call frame, so that whatever ends it (an error, a client that leaves, a server that stops) passes
-the one `finally` that ends the engine's requests and deletes the objects whose references were not delivered.
+All of it happens in one call frame, so that whatever ends it (an error, a client that leaves, a server that
+stops) passes the one `finally` that ends the engine's requests and deletes the objects whose references were
+not delivered.
 """
 
 import asyncio
@@ -102,7 +103,9 @@ class Exchange(Response):
 
     async def _send_stream(self) -> None:
         queue: _Queue = asyncio.Queue()
-        tasks = [asyncio.create_task(self._pump(index, item, queue)) for index, item in enumerate(self._items)]
+        tasks = [
+            asyncio.create_task(self._pump(index, item, queue)) for index, item in enumerate(self._items)
+        ]
         unfinished = len(tasks)
         try:
             while unfinished:
@@ -149,7 +152,7 @@ class Exchange(Response):
         metrics.cached_tokens.inc(output.cached_tokens)
 
     async def _or_gone(self, work: "asyncio.Future[Any]") -> Any:
-        """The result of `work`, or _ClientGoneError as soon as the client leaves; then `work` is cancelled."""
+        """The result of `work`, or _ClientGoneError once the client leaves; then `work` is cancelled."""
         try:
             await asyncio.wait({work, self._gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -162,7 +165,8 @@ class Exchange(Response):
         headers = [(b"content-type", content_type.encode())]
         if num_bytes is not None:
             headers.append((b"content-length", str(num_bytes).encode()))
-        # One pass of the loop lets a disconnect that has already arrived be noticed before the first byte goes out.
+        # One pass of the loop lets a disconnect that has already arrived be noticed before the first
+        # byte goes out.
         await asyncio.sleep(0)
         if self._gone.done():
             raise _ClientGoneError
@@ -172,12 +176,14 @@ class Exchange(Response):
     async def _deliver(self, data: bytes, outputs: Sequence[GenerateOutput], *, more_body: bool) -> None:
         """Send `data`; with its tail the client becomes the owner of the objects it refers to.
 
-        A client without the tail has no whole JSON and so no reference: if it leaves before, deleting is safe. Once the
-        tail went to the transport, nobody here can know whether it was read, so nothing is deleted any more.
+        A client without the tail has no whole JSON and so no reference: if it leaves before, deleting is
+        safe. Once the tail went to the transport, nobody here can know whether it was read, so nothing is
+        deleted any more.
         """
         if any(self._handover.owns(output) for output in outputs):
             await self._send({"type": "http.response.body", "body": data[:-_TAIL_BYTES], "more_body": True})
-            # Waits until the transport has taken the bytes before, so that a client that went away meanwhile is noticed.
+            # Waits until the transport has taken the bytes before, so that a client that went away
+            # meanwhile is noticed.
             await self._send({"type": "http.response.body", "body": b"", "more_body": True})
             await asyncio.sleep(0)
             if self._gone.done():

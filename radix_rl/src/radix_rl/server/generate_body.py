@@ -1,7 +1,8 @@
 """The body of `/generate`: SGLang's `GenerateReqInput`, turned into engine requests.
 
-Names that SGLang knows and this server does not support are accepted with the values that change nothing and refused
-with any other; names that nobody knows are refused. Silence would hide a misspelt `return_outputs_via_store`.
+Names that SGLang knows and this server does not support are accepted with the values that change nothing and
+refused with any other; names that nobody knows are refused. Silence would hide a misspelt
+`return_outputs_via_store`.
 """
 
 import uuid
@@ -142,7 +143,9 @@ def parse_generate(data: bytes, tokenizer: Tokenizer, info: EngineInfo) -> Gener
     ]
     counts = {parsed.n for parsed in sampling}
     if len(counts) > 1:
-        raise RequestError(f"sampling_params.n: expected the same number for the whole batch, got {sorted(counts)}")
+        raise RequestError(
+            f"sampling_params.n: expected the same number for the whole batch, got {sorted(counts)}"
+        )
     (n,) = counts
     request_ids = _request_ids(body.rid, num_prompts, n, is_single)
     return_logprob = _spread(body.return_logprob, num_prompts, False, "return_logprob")
@@ -202,7 +205,9 @@ def _prompts(body: _Body, tokenizer: Tokenizer) -> tuple[list[list[int]], bool]:
         is_single = bool(ids) and isinstance(ids[0], int)
         prompts = [ids] if is_single else ids
         if any(isinstance(item, list) == is_single for item in ids):
-            raise RequestError("input_ids: expected a list of token ids or a list of such lists, got a mixture")
+            raise RequestError(
+                "input_ids: expected a list of token ids or a list of such lists, got a mixture"
+            )
     if not prompts:
         raise RequestError("expected at least one prompt, got an empty list")
     for index, prompt in enumerate(prompts):
@@ -215,14 +220,17 @@ def _request(
     body: _Body, prompt: list[int], sampling: ParsedSampling, info: EngineInfo, sample: int
 ) -> GenerateRequest:
     if min(prompt) < 0 or max(prompt) >= info.vocab_size:
-        raise RequestError(f"input_ids: expected ids in [0, {info.vocab_size}), got {min(prompt)} to {max(prompt)}")
+        raise RequestError(
+            f"input_ids: expected ids in [0, {info.vocab_size}), got {min(prompt)} to {max(prompt)}"
+        )
     room = info.context_length - len(prompt)
     params = sampling.params
     if sampling.unlimited:
         params = msgspec.structs.replace(params, max_new_tokens=max(room, 0))
     if params.max_new_tokens > room or room < 0:
         raise RequestError(
-            f"the prompt has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}, together more than the "
+            f"the prompt has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}, "
+            f"together more than the "
             f"context length of {info.context_length}; shorten the prompt or lower max_new_tokens"
         )
     if sample and params.seed is not None:
@@ -230,7 +238,9 @@ def _request(
         params = msgspec.structs.replace(params, seed=params.seed + sample)
     start = body.routed_experts_start_len or 0
     if not 0 <= start <= len(prompt):
-        raise RequestError(f"routed_experts_start_len: expected 0 to {len(prompt)} (the prompt's tokens), got {start}")
+        raise RequestError(
+            f"routed_experts_start_len: expected 0 to {len(prompt)} (the prompt's tokens), got {start}"
+        )
     return GenerateRequest(
         request_id="",
         input_ids=tuple(prompt),
@@ -244,7 +254,9 @@ def _request(
 
 
 def _request_ids(rid: str | list[str] | None, num_prompts: int, n: int, is_single: bool) -> list[str]:
-    """Single: as given. A text for several: `<rid>_<index>`. A list: one a prompt, and `<rid>_<sample>` when n > 1."""
+    """Single: as given. A text for several: `<rid>_<index>`. A list: one a prompt, and `<rid>_<sample>` when
+    n > 1.
+    """
     total = num_prompts * n
     if rid is None:
         return [uuid.uuid4().hex for _ in range(total)]

@@ -24,7 +24,8 @@ class GenerateRenderer(Renderer):
 
     def answer(self, outputs: Sequence[GenerateOutput], start_s: float) -> bytes:
         answers = [
-            self._finished(item, output, start_s) for item, output in zip(self._call.items, outputs, strict=True)
+            self._finished(item, output, start_s)
+            for item, output in zip(self._call.items, outputs, strict=True)
         ]
         return msgspec.json.encode(answers[0] if self._call.is_single else answers)
 
@@ -49,7 +50,9 @@ class GenerateRenderer(Renderer):
         meta = meta_info(item, output, self._tokenizer, start_s)
         return self._object(item, text, output.output_ids, meta)
 
-    def _object(self, item: Item, text: str, output_ids: Sequence[int], meta: dict[str, Any]) -> dict[str, Any]:
+    def _object(
+        self, item: Item, text: str, output_ids: Sequence[int], meta: dict[str, Any]
+    ) -> dict[str, Any]:
         content: dict[str, Any] = {"text": text, "output_ids": output_ids, "meta_info": meta}
         if item.return_prompt_token_ids:
             content["prompt_token_ids"] = item.request.input_ids

@@ -3,16 +3,15 @@
 from typing import Any
 
 from radix_engine_plugins.writer import OutputStoreWriter
-from radix_transfer_plugins import StoreRef
-
 from radix_rl.types import GenerateOutput
+from radix_transfer_plugins import StoreRef
 
 
 class Handover:
     """Owns what it took until `delivered`; `close` deletes the rest in the background.
 
-    Used by one event loop. An output taken after `close` is deleted at once, so a late answer of a request that nobody
-    waits for leaves nothing either.
+    Used by one event loop. An output taken after `close` is deleted at once, so a late answer of a request
+    that nobody waits for leaves nothing either.
     """
 
     def __init__(self, writer: OutputStoreWriter | None) -> None:

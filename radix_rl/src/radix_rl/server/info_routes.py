@@ -8,14 +8,15 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from radix_transfer_plugins.ref import REF_VERSION
 from starlette.requests import Request
 from starlette.responses import Response
 
 from radix_rl.errors import EngineError
 from radix_rl.server.errors import json_response
+from radix_rl.server.metrics import TellsStats, engine_registry
 from radix_rl.server.state import ServerState, state_of
 from radix_rl.types import GenerateRequest, SamplingParams
+from radix_transfer_plugins.ref import REF_VERSION
 
 router = APIRouter()
 
@@ -93,11 +94,20 @@ async def server_info(request: Request) -> Response:
 
 
 def output_store_info(state: ServerState) -> dict[str, Any]:
-    """A client that will send `return_outputs_via_store` refuses a server whose block is missing or not enabled."""
+    """A client that will send `return_outputs_via_store` refuses a server whose block is missing or not
+    enabled.
+    """
     backend = state.settings.output_store_backend
     return {"enabled": backend is not None, "backend": backend, "ref_version": REF_VERSION}
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    return Response(generate_latest(state_of(request).registry), headers={"content-type": CONTENT_TYPE_LATEST})
+    """Of the server, of the output store's writer and, where the engine tells, of its scheduler."""
+    state = state_of(request)
+    parts = [generate_latest(state.metrics.registry)]
+    if state.writer is not None:
+        parts.append(generate_latest(state.writer.metrics.registry))
+    if isinstance(state.engine, TellsStats):
+        parts.append(generate_latest(engine_registry(await state.engine.stats())))
+    return Response(b"".join(parts), headers={"content-type": CONTENT_TYPE_LATEST})

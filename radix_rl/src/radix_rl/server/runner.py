@@ -21,8 +21,8 @@ _CANCEL_WAIT_S = 10.0
 class HttpServer(uvicorn.Server):
     """Stops on `stop`, or on SIGINT and SIGTERM while `serve` runs with `handle_signals`.
 
-    uvicorn's own way raises the signal again when it is done, which would end the process before the engine and the
-    store are closed; here the signals only stop the serving.
+    uvicorn's own way raises the signal again when it is done, which would end the process before the engine
+    and the store are closed; here the signals only stop the serving.
     """
 
     def __init__(self, app: FastAPI, *, drain_s: float, access_log: bool = False) -> None:
@@ -58,7 +58,9 @@ class HttpServer(uvicorn.Server):
             for sig, handler in previous.items():
                 signal.signal(sig, handler)
 
-    async def run_on(self, sock: socket.socket, *, handle_signals: bool, on_ready: Callable[[], None]) -> None:
+    async def run_on(
+        self, sock: socket.socket, *, handle_signals: bool, on_ready: Callable[[], None]
+    ) -> None:
         """Serve until stopped; returns when no request task runs any more. Closes `sock`."""
         self.handles_signals = handle_signals
         serving = asyncio.create_task(self.serve(sockets=[sock]))
@@ -72,7 +74,9 @@ class HttpServer(uvicorn.Server):
             await self._end_tasks()
 
     async def _end_tasks(self) -> None:
-        """What outlived the drain was cancelled and still cleans up: engine requests end, objects are deleted."""
+        """What outlived the drain was cancelled and still cleans up: engine requests end, objects are
+        deleted.
+        """
         tasks = set(self.server_state.tasks)
         for task in tasks:
             task.cancel()
@@ -81,7 +85,9 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, not listening yet; port 0 lets the system choose. Raises ConfigurationError naming the remedy."""
+    """A bound socket, not listening yet; port 0 lets the system choose. Raises ConfigurationError naming the
+    remedy.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -89,5 +95,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+        raise ConfigurationError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
+        ) from error
     return sock

@@ -64,11 +64,15 @@ class ParsedSampling(msgspec.Struct, frozen=True, kw_only=True):
     text: TextOptions
 
 
-def refuse_unsupported(raw: dict[str, Any], unsupported: dict[str, tuple[Any, ...]], where: str) -> dict[str, Any]:
+def refuse_unsupported(
+    raw: dict[str, Any], unsupported: dict[str, tuple[Any, ...]], where: str
+) -> dict[str, Any]:
     """`raw` without the names of `unsupported`, each of which must hold one of its neutral values."""
     for name, neutral in unsupported.items():
         if name in raw and raw[name] not in neutral:
-            raise RequestError(f"{where}{name}: not supported by this server, got {raw[name]!r}; leave it out")
+            raise RequestError(
+                f"{where}{name}: not supported by this server, got {raw[name]!r}; leave it out"
+            )
     return {name: value for name, value in raw.items() if name not in unsupported}
 
 
@@ -83,7 +87,9 @@ def parse_sampling(raw: Any, vocab_size: int) -> ParsedSampling:
         known = ", ".join(_Body.__struct_fields__)
         raise RequestError(f"sampling_params: {error}; known parameters: {known}") from error
     if body.seed is not None and body.sampling_seed is not None and body.seed != body.sampling_seed:
-        raise RequestError(f"sampling_params: seed {body.seed} and sampling_seed {body.sampling_seed} differ; give one")
+        raise RequestError(
+            f"sampling_params: seed {body.seed} and sampling_seed {body.sampling_seed} differ; give one"
+        )
     given = {name: getattr(body, name) for name in _PLAIN if getattr(body, name) is not None}
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     params = SamplingParams(
@@ -98,7 +104,9 @@ def parse_sampling(raw: Any, vocab_size: int) -> ParsedSampling:
     n = 1 if body.n is None else body.n
     if n < 1:
         raise RequestError(f"sampling_params.n: expected at least 1, got {n}")
-    text = {name: getattr(body, name) for name in TextOptions.__struct_fields__ if getattr(body, name) is not None}
+    text = {
+        name: getattr(body, name) for name in TextOptions.__struct_fields__ if getattr(body, name) is not None
+    }
     return ParsedSampling(params=params, unlimited=body.max_new_tokens is None, n=n, text=TextOptions(**text))
 
 
@@ -128,7 +136,11 @@ def _check(params: SamplingParams, vocab_size: int) -> None:
         if not holds:
             raise RequestError(f"sampling_params.{name}: expected {expected}, got {getattr(params, name)!r}")
 
-    require(math.isfinite(params.temperature) and params.temperature >= 0, "temperature", "a finite number, 0 or more")
+    require(
+        math.isfinite(params.temperature) and params.temperature >= 0,
+        "temperature",
+        "a finite number, 0 or more",
+    )
     require(0 < params.top_p <= 1, "top_p", "a number in (0, 1]")
     require(0 <= params.min_p <= 1, "min_p", "a number in [0, 1]")
     require(params.top_k == -1 or params.top_k >= 1, "top_k", "-1 (whole vocabulary) or at least 1")

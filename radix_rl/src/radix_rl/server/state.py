@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from radix_engine_plugins.writer import OutputStoreWriter
 from starlette.requests import Request
 
+from radix_engine_plugins.writer import OutputStoreWriter
 from radix_rl.engines.base import Engine
 from radix_rl.errors import ConfigurationError, RequestError
 from radix_rl.server.generate_body import Item
@@ -25,45 +25,51 @@ class ServerState:
         tokenizer: Any,
         settings: ServerSettings,
         writer: OutputStoreWriter | None,
-        registry: CollectorRegistry,
     ) -> None:
         if (engine.capabilities.output_store is not None) != (writer is not None):
             raise ConfigurationError(
-                f"the engine's output store is {engine.capabilities.output_store!r}, the server's writer is {writer!r}; "
+                f"the engine's output store is {engine.capabilities.output_store!r}, the server's "
+                f"writer is {writer!r}; "
                 "give both or neither: the server deletes what the engine stored and no client received"
             )
         self.engine = engine
         self.tokenizer = tokenizer
         self.settings = settings
         self.writer = writer
-        self.registry = registry
-        self.metrics = ServerMetrics(registry)
+        self.metrics = ServerMetrics(CollectorRegistry())
         self.running: set[str] = set()
         """Ids of engine requests that clients wait for."""
         self.updating_to: str | None = None
         """Version of the weight update between begin and end; None: there is none."""
 
     def check(self, items: list[Item]) -> None:
-        """Refuse, before anything starts, what this server cannot answer. RequestError names flag or remedy."""
+        """Refuse, before anything starts, what this server cannot answer: RequestError with the remedy."""
         can = self.engine.capabilities
         for item in items:
             request = item.request
-            if request.return_routed_experts and not (self.settings.enable_return_routed_experts and can.routed_experts):
+            if request.return_routed_experts and not (
+                self.settings.enable_return_routed_experts and can.routed_experts
+            ):
                 raise RequestError(
                     "return_routed_experts: this server does not capture routed experts; start it with "
                     "--enable-return-routed-experts (and a model that has experts)"
                 )
             if request.return_indexer_topk and not can.indexer_topk:
-                raise RequestError("return_indexer_topk: the model of this server has no sparse-attention indexer")
+                raise RequestError(
+                    "return_indexer_topk: the model of this server has no sparse-attention indexer"
+                )
             if request.return_sampling_mask and not can.sampling_mask:
-                raise RequestError("return_sampling_mask: this server's engine does not return sampling masks")
+                raise RequestError(
+                    "return_sampling_mask: this server's engine does not return sampling masks"
+                )
             if request.return_outputs_via_store:
                 self._check_opt_in(request)
 
     def _check_opt_in(self, request: GenerateRequest) -> None:
         if self.settings.output_store_backend is None:
             raise RequestError(
-                "return_outputs_via_store: this server has no output store; start it with --output-store-backend NAME "
+                "return_outputs_via_store: this server has no output store; start it with "
+                "--output-store-backend NAME "
                 "(and --output-store-backend-extra-config JSON)"
             )
         if not (request.return_routed_experts or request.return_indexer_topk or request.return_sampling_mask):

@@ -20,7 +20,9 @@ def decode(tokenizer: Tokenizer, token_ids: Sequence[int], options: TextOptions)
 def final_text(
     tokenizer: Tokenizer, output_ids: Sequence[int], finish_reason: FinishReason, options: TextOptions
 ) -> str:
-    """The text of a finished answer, without the stop token or from the stop string on, unless `no_stop_trim`."""
+    """The text of a finished answer, without the stop token or from the stop string on, unless
+    `no_stop_trim`.
+    """
     matched = finish_reason.matched if finish_reason.type == "stop" else None
     if isinstance(matched, int) and not options.no_stop_trim and output_ids and output_ids[-1] == matched:
         output_ids = output_ids[:-1]
@@ -32,7 +34,8 @@ def final_text(
 
 
 class GrowingText:
-    """Text of a growing answer. What was shown once never changes: characters that are not complete yet, and what may
+    """Text of a growing answer. What was shown once never changes: characters that are not complete yet, and
+    what may
     turn out to be the beginning of a stop string, wait. The work per token does not grow with the answer."""
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions, stop: tuple[str, ...]) -> None:
@@ -47,7 +50,8 @@ class GrowingText:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text to show after these further tokens."""
         self._token_ids.extend(token_ids)
-        # Decoding a few earlier tokens too keeps the spaces between words that some tokenizers drop at a text's start.
+        # Decoding a few earlier tokens too keeps the spaces between words that some tokenizers drop at
+        # a text's start.
         before = decode(self._tokenizer, self._token_ids[self._context : self._decoded], self._options)
         after = decode(self._tokenizer, self._token_ids[self._context :], self._options)
         if len(after) > len(before) and not after.endswith(_REPLACEMENT):

@@ -1,7 +1,7 @@
 """Weight updates: begin, binary buckets, end; or a checkpoint from disk. All are admin routes.
 
-`/update_weights_from_tensor` takes the binary body of `radix_rl.weights.wire`. SGLang's own form is a pickle, which runs
-code of whoever sends it; it is refused.
+`/update_weights_from_tensor` takes the binary body of `radix_rl.weights.wire`. SGLang's own form is a
+pickle, which runs code of whoever sends it; it is refused.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radix_rl.errors import EngineStateError, RequestError
+from radix_rl.errors import EngineStateError, RequestError, WeightUpdateError
 from radix_rl.server.body import read_body
 from radix_rl.server.errors import json_response
 from radix_rl.server.state import ServerState, state_of
@@ -80,8 +80,10 @@ async def update_weights_from_tensor(request: Request) -> Response:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip()
     if content_type != CONTENT_TYPE:
         raise RequestError(
-            f"update_weights_from_tensor: expected a body of type {CONTENT_TYPE}, got {content_type!r}; SGLang's pickled "
-            "tensors are refused, since unpickling runs the sender's code (see docs/server.md for the binary form)"
+            f"update_weights_from_tensor: expected a body of type {CONTENT_TYPE}, got {content_type!r}; "
+            f"SGLang's pickled "
+            "tensors are refused, since unpickling runs the sender's code (see docs/server.md for the "
+            "binary form)"
         )
     _updating(state)
     data = await request.body()
@@ -89,7 +91,12 @@ async def update_weights_from_tensor(request: Request) -> Response:
         bucket = await asyncio.to_thread(decode_bucket, data)
     except ValueError as error:
         raise RequestError(str(error)) from error
-    await state.engine.update_weights(bucket)
+    try:
+        await state.engine.update_weights(bucket)
+    except WeightUpdateError:
+        # An engine that refuses a bucket has ended the whole update.
+        state.updating_to = None
+        raise
     return _success(f"{len(bucket.specs)} tensors received")
 
 
@@ -99,9 +106,15 @@ async def end_weight_update(request: Request) -> Response:
     state = state_of(request)
     version = _updating(state)
     if body.weight_version not in (None, version):
-        raise RequestError(f"weight_version: expected {version!r}, which was begun, got {body.weight_version!r}")
-    await state.engine.commit_weight_update(version)
+        raise RequestError(
+            f"weight_version: expected {version!r}, which was begun, got {body.weight_version!r}"
+        )
     state.updating_to = None
+    try:
+        await state.engine.commit_weight_update(version)
+    except BaseException:
+        await state.engine.abort_weight_update()
+        raise
     return _success(f"version {version} is in force", weight_version=version)
 
 
@@ -121,11 +134,15 @@ async def update_weights_from_disk(request: Request) -> Response:
     body = await read_body(request, DiskBody)
     state = state_of(request)
     if body.load_format not in (None, "auto", "safetensors") or body.manifest:
-        raise RequestError(f"load_format: expected auto or safetensors and no manifest, got {body.load_format!r}")
+        raise RequestError(
+            f"load_format: expected auto or safetensors and no manifest, got {body.load_format!r}"
+        )
     if not (Path(body.model_path) / "config.json").is_file():
         raise RequestError(f"model_path: expected a folder with a config.json, got {body.model_path!r}")
     if state.updating_to is not None:
-        raise EngineStateError(f"an update to version {state.updating_to!r} is in progress; end or abort it first")
+        raise EngineStateError(
+            f"an update to version {state.updating_to!r} is in progress; end or abort it first"
+        )
     if body.abort_all_requests:
         await state.engine.abort()
     version = body.weight_version or body.model_path
@@ -136,14 +153,16 @@ async def update_weights_from_disk(request: Request) -> Response:
 
 @router.post("/update_weight_version")
 async def update_weight_version(request: Request) -> Response:
-    """Rename the weights in force, as a version whose update brings no tensor."""
+    """Rename the weights in force."""
     body = await read_body(request, VersionBody)
     state = state_of(request)
     if state.updating_to is not None:
-        raise EngineStateError(f"an update to version {state.updating_to!r} is in progress; end or abort it first")
+        raise EngineStateError(
+            f"an update to version {state.updating_to!r} is in progress; end or abort it first"
+        )
     if body.abort_all_requests:
         await state.engine.abort()
-    await _update(state, body.new_version, [])
+    await state.engine.set_weight_version(body.new_version)
     return _success(f"Weight version updated to {body.new_version}", new_version=body.new_version)
 
 
@@ -163,7 +182,9 @@ async def _update(state: ServerState, version: str, buckets: list[WeightBucket])
 
 def _updating(state: ServerState) -> str:
     if state.updating_to is None:
-        raise EngineStateError("no weight update has begun; call /begin_weight_update with a weight_version first")
+        raise EngineStateError(
+            "no weight update has begun; call /begin_weight_update with a weight_version first"
+        )
     return state.updating_to
 
 
@@ -175,4 +196,6 @@ def _read_checkpoint(path: str) -> list[WeightBucket]:
         model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
     except (OSError, ValueError) as error:
         raise RequestError(f"model_path: {path!r} cannot be loaded: {error}") from error
-    return list(pack_buckets(((name, tensor.data) for name, tensor in model.named_parameters()), _DISK_BUCKET_BYTES))
+    return list(
+        pack_buckets(((name, tensor.data) for name, tensor in model.named_parameters()), _DISK_BUCKET_BYTES)
+    )

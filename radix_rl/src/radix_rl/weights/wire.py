@@ -35,7 +35,7 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def encode_bucket(bucket: WeightBucket) -> bytes:
     """The body. Copies the buffer to host memory if it lies on a device."""
-    buffer = memoryview(bucket.buffer.detach().cpu().contiguous().numpy())
+    buffer = bucket.buffer.detach().cpu().contiguous().numpy().data
     header = msgspec.json.encode(
         _Header(buffer_bytes=buffer.nbytes, crc32=zlib.crc32(buffer), tensors=bucket.specs)
     )
