@@ -66,7 +66,7 @@ class MooncakeBackend(Backend):
         deadline = time.monotonic() + self.config.wait_s
         pause_s = 0.01
         while (code := self._put_once(values)) == status.SEGMENTS_FULL:
-            needed = sum(len(value) + TRAILER_BYTES for value in values.values())
+            needed = sum(map(len, values.values()))
             capacity = self._capacity_if_known()
             if time.monotonic() >= deadline or (capacity and needed > capacity.capacity_bytes > 0):
                 raise self._full(needed, capacity)
