@@ -1,0 +1,1 @@
+"""What a run starts and checks before its first step."""

@@ -1,0 +1,103 @@
+"""Combinations that cannot work are refused before anything starts; each refusal names the setting and the
+remedy."""
+
+import ipaddress
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from radix_rl.config import RunConfig
+from radix_rl.engines.base import Engine
+from radix_rl.errors import ConfigurationError
+from radix_rl.launch.engines import engines_of
+
+_LOCAL_NAMES = ("localhost", "")
+
+
+def check_launch(config: RunConfig) -> None:
+    """What the configuration alone tells. Raises ConfigurationError listing every fault."""
+    faults = [*_model_faults(config), *_store_faults(config), *_weight_faults(config)]
+    if faults:
+        raise ConfigurationError("this run cannot be launched:\n  " + "\n  ".join(faults))
+
+
+def check_engine(config: RunConfig, engine: Engine) -> None:
+    """What only started engines tell. Raises ConfigurationError."""
+    for member in engines_of(engine):
+        can = member.capabilities
+        if "in_place" not in can.pause_modes:
+            raise ConfigurationError(
+                f"weights change while requests are paused in place, but {type(member).__name__} pauses by "
+                f"{', '.join(can.pause_modes) or 'no mode'} only; use an engine that has pause mode in_place"
+            )
+        if config.weights.transport not in can.weight_transports:
+            raise ConfigurationError(
+                f"weights.transport is {config.weights.transport!r}, but {type(member).__name__} takes "
+                "weights by "
+                f"{', '.join(can.weight_transports) or 'no transport'}"
+            )
+
+
+def _model_faults(config: RunConfig) -> Iterator[str]:
+    path = config.model.path
+    if not path.is_dir():
+        yield f"model.path: {str(path)!r} is not a folder; give one that holds a Hugging Face model"
+    elif not (path / "config.json").is_file():
+        yield f"model.path: {str(path)!r} has no config.json; give a folder that holds a Hugging Face model"
+
+
+def _store_faults(config: RunConfig) -> Iterator[str]:
+    settings = config.output_store
+    if not settings.enabled or not config.train.replay_routed_experts:
+        return
+    urls = config.engine.urls if config.engine.type == "remote" else ()
+    far = [url for url in urls if not _is_local(urlsplit(url).hostname or "")]
+    if settings.backend == "memory" and config.train.num_ranks > 1:
+        yield (
+            'output_store.backend: "memory" is seen by one process only, but train.num_ranks is '
+            f'{config.train.num_ranks}; use "shared_memory"'
+        )
+    if settings.backend == "shared_memory" and far:
+        yield (
+            f'output_store.backend: "shared_memory" reaches one machine, but engine.urls has {far[0]!r}; '
+            'use "mooncake" with a master that every host can reach'
+        )
+    if settings.backend == "mooncake":
+        yield from _mooncake_faults(settings.config, far)
+    if urls and settings.key_prefix is None and "key_prefix" not in settings.config:
+        yield (
+            'output_store.key_prefix: required with engine.type "remote"; set it to the key_prefix of the '
+            "servers' --output-store-backend-extra-config, so that this run reads and deletes no other "
+            "run's objects"
+        )
+
+
+def _mooncake_faults(settings: Mapping[str, Any], far: Sequence[str]) -> Iterator[str]:
+    master = settings.get("master_server_address") or settings.get("master_server_addr")
+    if not master:
+        yield 'output_store.config.master_server_address: required by mooncake, such as "10.0.0.1:50051"'
+        return
+    addresses = {"master_server_address": str(master).rpartition(":")[0]}
+    if "local_hostname" in settings:
+        addresses["local_hostname"] = str(settings["local_hostname"])
+    for name, host in addresses.items():
+        if far and _is_local(host):
+            yield (
+                f"output_store.config.{name}: {host!r} cannot be reached from the engine at {far[0]!r}; "
+                "give an "
+                "address of this machine's network"
+            )
+
+
+def _weight_faults(config: RunConfig) -> Iterator[str]:
+    if config.weights.transport == "http" and config.engine.type == "embedded":
+        yield 'weights.transport: "http" needs engine.type "remote"; an embedded engine takes "memory"'
+
+
+def _is_local(host: str) -> bool:
+    if host in _LOCAL_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,231 @@
+"""One address in front of several inference servers: an HAProxy and the configuration it needs.
+
+Routers that parse requests drop fields they do not know, `return_outputs_via_store` among them. HAProxy
+forwards bodies and answers as they are. It picks the server with the fewest connections, keeps requests of
+one session (a header) on one server, asks each server's /health every second, and sends a generation whose
+server died before answering to another one.
+"""
+
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+from radix_rl.errors import ConfigurationError
+
+BACKEND = "engines"
+INSTALL_COMMAND = "sudo apt-get install haproxy"
+_HEADER = re.compile(r"[A-Za-z0-9-]+")
+
+_TEMPLATE = """\
+global
+    maxconn {max_connections}
+    # A request that fits into one buffer can be sent again to another server.
+    tune.bufsize {max_retried_bytes}
+    stats socket {admin_socket} mode 600 level admin
+    hard-stop-after {drain_s}s
+
+defaults
+    mode http
+    timeout connect 5s
+    timeout client {timeout_s}s
+    timeout server {timeout_s}s
+    timeout check 5s
+    # A client that leaves is passed on at once, so that its request is aborted and its outputs are deleted.
+    option abortonclose
+    option http-no-delay
+    option redispatch 1
+    retries 3
+
+frontend gateway
+    bind {bind}
+    default_backend {backend}
+
+backend {backend}
+    balance leastconn
+    stick-table type string len 256 size 1m expire {timeout_s}s
+    stick on req.hdr({session_header})
+    option httpchk GET /health
+    http-check expect status 200
+    # Only generations are repeated; to repeat a weight update or a pause would not be the same as once.
+    acl generation path /generate /v1/completions /v1/chat/completions
+    option http-buffer-request
+    retry-on conn-failure empty-response
+    http-request disable-l7-retry unless generation
+    default-server check inter 1s fall 2 rise 1 on-marked-down shutdown-sessions
+{servers}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    """Raises ConfigurationError for what HAProxy would misread."""
+
+    urls: Sequence[str]
+    """`http://host:port` of each server."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    session_header: str = "X-Session-Id"
+    timeout_s: int = 3600
+    """The longest silence of a generation; also how long a session is remembered."""
+    drain_s: int = 600
+    """How long a stopping gateway lets running requests end."""
+    max_connections: int = 4096
+    max_retried_bytes: int = 1 << 20
+    """Longer requests are passed on, but not repeated when their server dies."""
+    addresses: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.urls:
+            raise ConfigurationError(
+                "gateway: expected at least one server URL, such as http://10.0.0.1:30000"
+            )
+        if len(set(self.urls)) != len(self.urls):
+            raise ConfigurationError(f"gateway: a server is named twice: {list(self.urls)!r}")
+        if not _HEADER.fullmatch(self.session_header):
+            raise ConfigurationError(f"gateway: expected a header name, got {self.session_header!r}")
+        object.__setattr__(self, "addresses", tuple(_address(url) for url in self.urls))
+
+
+def _address(url: str) -> str:
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    host = parts.hostname or ""
+    if (
+        parts.scheme != "http"
+        or port is None
+        or not re.fullmatch(r"[A-Za-z0-9.:_-]+", host)
+        or parts.path not in ("", "/")
+    ):
+        raise ConfigurationError(f"gateway: expected http://host:port, got {url!r}")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def render(settings: GatewaySettings, admin_socket: Path) -> str:
+    """The configuration file."""
+    servers = "\n".join(f"    server s{i} {address}" for i, address in enumerate(settings.addresses))
+    return _TEMPLATE.format(
+        max_connections=settings.max_connections,
+        max_retried_bytes=settings.max_retried_bytes,
+        admin_socket=admin_socket,
+        drain_s=settings.drain_s,
+        timeout_s=settings.timeout_s,
+        bind=f"{settings.host}:{settings.port}",
+        backend=BACKEND,
+        session_header=settings.session_header,
+        servers=servers,
+    )
+
+
+def find_haproxy() -> str:
+    """Debian puts it where only root's PATH leads. Raises ConfigurationError with the command that installs
+    it."""
+    path = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
+    if path is None:
+        raise ConfigurationError(f"gateway: haproxy is not installed; run: {INSTALL_COMMAND}")
+    return path
+
+
+def require_output_store(urls: Sequence[str], timeout_s: float = 10.0) -> None:
+    """Ask every server itself: through a gateway a client sees only one of them. Raises
+    ConfigurationError."""
+    for url in urls:
+        try:
+            info = httpx.get(f"{url.rstrip('/')}/server_info", timeout=timeout_s).raise_for_status().json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise ConfigurationError(f"gateway: {url}/server_info does not answer: {error}") from error
+        if not info.get("output_store"):
+            raise ConfigurationError(
+                f"gateway: {url} has no output store and would ignore return_outputs_via_store; "
+                f"start it with --output-store-backend (and install radix-engine-plugins beside it)"
+            )
+
+
+class Gateway:
+    """A running HAProxy; owns the process and the folder of its files. `stop` may be called in a
+    `finally`."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        """Raises ConfigurationError when haproxy is missing or refuses the configuration."""
+        executable = find_haproxy()
+        self.settings = settings
+        self._folder = tempfile.TemporaryDirectory(prefix="radix-gateway-")
+        self.admin_socket = Path(self._folder.name) / "admin.sock"
+        self.config_path = Path(self._folder.name) / "haproxy.cfg"
+        self.config_path.write_text(render(settings, self.admin_socket))
+        checked = subprocess.run(
+            [executable, "-c", "-q", "-f", self.config_path], capture_output=True, text=True
+        )
+        if checked.returncode != 0:
+            self._folder.cleanup()
+            raise ConfigurationError(f"gateway: haproxy refused its configuration:\n{checked.stderr.strip()}")
+        self._process = subprocess.Popen([executable, "-db", "-q", "-f", self.config_path])
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.settings.host}:{self.settings.port}"
+
+    def wait(self) -> int:
+        """Blocks until haproxy ends; its exit status."""
+        return self._process.wait()
+
+    def drain(self, url: str) -> None:
+        """No new requests for one server, except of sessions it has; what it runs goes on.
+        ConfigurationError for an unknown URL."""
+        self._set_state(url, "drain")
+
+    def ready(self, url: str) -> None:
+        """Undo `drain`."""
+        self._set_state(url, "ready")
+
+    def is_up(self, url: str) -> bool:
+        """What the health checks say."""
+        name = self._name(url)
+        for line in self._ask("show servers state " + BACKEND).splitlines():
+            columns = line.split()
+            if len(columns) > 5 and columns[3] == name:
+                return columns[5] == "2"
+        return False
+
+    def stop(self) -> None:
+        """Accept no more, let running requests end within `drain_s`, and end. Idempotent."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGUSR1)
+            try:
+                self._process.wait(timeout=self.settings.drain_s + 5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._folder.cleanup()
+
+    def _set_state(self, url: str, state: str) -> None:
+        self._ask(f"set server {BACKEND}/{self._name(url)} state {state}")
+
+    def _name(self, url: str) -> str:
+        if url not in self.settings.urls:
+            raise ConfigurationError(
+                f"gateway: unknown server {url!r}; known: {', '.join(self.settings.urls)}"
+            )
+        return f"s{list(self.settings.urls).index(url)}"
+
+    def _ask(self, command: str) -> str:
+        """One command on haproxy's admin socket. OSError when it does not run."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(5)
+            connection.connect(str(self.admin_socket))
+            connection.sendall(f"{command}\n".encode())
+            parts = []
+            while part := connection.recv(1 << 16):
+                parts.append(part)
+        return b"".join(parts).decode()
