@@ -1,11 +1,12 @@
 """Scheduler: rows of opted-in requests leave the inline path before anyone turns them into base64.
 
 Hooks:
-- AROUND `SchedulerBatchResultProcessor._maybe_collect_routed_experts` and `_maybe_collect_indexer_topk`, called once when
-  a request ends, while its cache slots still name its rows. Opted-in requests get their rows here, by the row rule:
-  stock SGLang gives a request without output one row too few and leaves 0 in layers that do not route.
-- AROUND `SchedulerOutputStreamer.build_additional_customized_info` with its switch `has_additional_customized_info`:
-  SGLang's own way to send more values of a request to the tokenizer.
+- AROUND `SchedulerBatchResultProcessor._maybe_collect_routed_experts` and `_maybe_collect_indexer_topk`,
+  called once when a request ends, while its cache slots still name its rows. Opted-in requests get their
+  rows here, by the row rule: stock SGLang gives a request without output one row too few and leaves 0 in
+  layers that do not route.
+- AROUND `SchedulerOutputStreamer.build_additional_customized_info` with its switch
+  `has_additional_customized_info`: SGLang's own way to send more values of a request to the tokenizer.
 """
 # pyright: reportMissingImports=false
 
@@ -30,7 +31,7 @@ _COMPONENTS = "sglang.srt.managers.scheduler_components"
 def install() -> None:
     processor = f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultProcessor"
     streamer = f"{_COMPONENTS}.output_streamer.SchedulerOutputStreamer"
-    hooks.install(
+    hooks.register(
         [
             (f"{processor}._maybe_collect_routed_experts", collect_routed_experts, hooks.AROUND),
             (f"{processor}._maybe_collect_indexer_topk", collect_indexer_topk, hooks.AROUND),
@@ -121,7 +122,8 @@ def _blank_layers_that_do_not_route(rows: np.ndarray, model_worker: Any) -> None
 
 @functools.lru_cache(maxsize=1)
 def _routing_layers(model_worker: Any) -> frozenset[int]:
-    """Global numbers of the layers whose router is captured. ValueError for a router that SGLang does not capture."""
+    """Global numbers of the layers whose router is captured. ValueError for a router that SGLang does not
+    capture."""
     from sglang.srt.layers.moe.hash_topk import HashTopK
     from sglang.srt.layers.moe.topk import TopK
 

@@ -1,9 +1,11 @@
-"""The reference in chat answers: `choices[].meta_info.output_store_ref`; in a stream, in each choice's finish chunk.
+"""The reference in chat answers: `choices[].meta_info.output_store_ref`; in a stream, in each choice's
+finish chunk.
 
 Hooks:
-- AROUND `OpenAIServingChat._convert_to_internal_request`: carries the field on. Asking for a reference asks for
-  `meta_info`, the only place of an answer that holds one. (A stream refuses `return_meta_info`.)
-- AROUND `OpenAIServingChat._generate_chat_stream`: stock streams have no `meta_info`, so it is added to the chunk.
+- AROUND `OpenAIServingChat._convert_to_internal_request`: carries the field on. Asking for a reference asks
+  for `meta_info`, the only place of an answer that holds one. (A stream refuses `return_meta_info`.)
+- AROUND `OpenAIServingChat._generate_chat_stream`: stock streams have no `meta_info`, so it is added to the
+  chunk.
 """
 # pyright: reportMissingImports=false
 

@@ -1,8 +1,8 @@
 """Puts the outputs of a request that has ended, and only then lets its answer go on.
 
-Hook: AROUND `TokenizerManager._wait_one_response`, whose generator single requests, items of batches, n > 1, streams, chat
-and `sglang.Engine` all read. The put is awaited here, in the request's own task: `_handle_batch_output`, where the values
-arrive, serves everyone.
+Hook: AROUND `TokenizerManager._wait_one_response`, whose generator single requests, items of batches, n >
+1, streams, chat and `sglang.Engine` all read. The put is awaited here, in the request's own task:
+`_handle_batch_output`, where the values arrive, serves everyone.
 """
 # pyright: reportMissingImports=false
 
@@ -86,13 +86,15 @@ def _delivers(meta_info: dict[str, Any]) -> bool:
 async def _put(
     session: StoreSession, obj: Any, outputs: RequestOutputs, meta_info: dict[str, Any]
 ) -> StoreRef | None:
-    """None: there is nothing to store. Raises the error that fails the request; then nothing is left in the store."""
+    """None: there is nothing to store. Raises the error that fails the request; then nothing is left in the
+    store."""
     mask_mode = (obj.sampling_logprobs_mode or "selected") if obj.return_sampling_mask else None
     aborted = meta_info["finish_reason"]["type"] == "abort"
     asked = [name for name in _ROWS if getattr(obj, f"return_{name}")]
     missing = [name for name in asked if name not in outputs.rows]
     if missing and aborted:
-        # It was waiting in the queue again after a retraction, its cache slots given back and their rows with them.
+        # It was waiting in the queue again after a retraction, its cache slots given back and their rows
+        # with them.
         return None
     if missing:
         raise _failure(obj, f"the engine captured no {' and no '.join(missing)}")

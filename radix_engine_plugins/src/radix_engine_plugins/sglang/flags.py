@@ -1,7 +1,9 @@
-"""`--output-store-backend NAME --output-store-backend-extra-config JSON`, and the same for `sglang.Engine(...)`.
+"""`--output-store-backend NAME --output-store-backend-extra-config JSON`, and the same for
+`sglang.Engine(...)`.
 
 Hooks, the only ones on a server without the flags:
-- AFTER `ServerArgs.add_cli_args`, AROUND `ServerArgs.from_cli_args`: SGLang's parser has no place for foreign flags.
+- AFTER `ServerArgs.add_cli_args`, AROUND `ServerArgs.from_cli_args`: SGLang's parser has no place for
+  foreign flags.
 - `Engine.server_args_class`, made for being replaced: the engine's keyword arguments.
 With a flag, AROUND `Engine._launch_subprocesses`, through which server and engine start their processes.
 """
@@ -18,13 +20,14 @@ WORKER_APP = "radix_engine_plugins.sglang.worker_app:app"
 
 
 def install() -> None:
-    hooks.install(
+    hooks.register(
         [
             ("sglang.srt.server_args.ServerArgs.add_cli_args", add_flags, hooks.AFTER),
             ("sglang.srt.server_args.ServerArgs.from_cli_args", read_flags, hooks.AROUND),
         ]
     )
-    # Only where an engine loads its plugins: a launcher need not import the engine to learn that there are no flags.
+    # Only where an engine loads its plugins: a launcher need not import the engine to learn that there are
+    # no flags.
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         engine.Engine.server_args_class = staticmethod(_engine_arguments(engine.Engine.server_args_class))
@@ -71,7 +74,7 @@ def _turn_on(server_args: Any, backend: str | None, extra_config: Any) -> None:
     settings.refuse_unsupported(server_args)
     settings.attach(server_args, asked)
     frontend.install()
-    hooks.install(
+    hooks.apply(
         [("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", launch_subprocesses, hooks.AROUND)]
     )
 
@@ -89,12 +92,14 @@ def launch_subprocesses(
 
 
 def _use_worker_app() -> None:
-    """Workers of `--tokenizer-worker-num N` import this app instead of SGLang's; a single front end does not read it."""
+    """Workers of `--tokenizer-worker-num N` import this app instead of SGLang's; a single front end does
+    not read it."""
     from sglang.srt.environ import envs
 
     path = envs.SGLANG_HTTP_SERVER_APP_PATH
     if path.is_set() and path.get() != WORKER_APP:
         raise ValueError(
-            f"--output-store-backend sets SGLANG_HTTP_SERVER_APP_PATH to {WORKER_APP!r}, but it is {path.get()!r}; unset it"
+            f"--output-store-backend sets SGLANG_HTTP_SERVER_APP_PATH to {WORKER_APP!r}, but it is "
+            f"{path.get()!r}; unset it"
         )
     path.set(WORKER_APP)

@@ -1,5 +1,6 @@
-"""All hooks of a process that talks to clients: the launcher with one front end, `sglang.Engine`, and every worker of
-`--tokenizer-worker-num N`."""
+"""All hooks of a process that talks to clients: the launcher with one front end, `sglang.Engine`, and every
+worker of `--tokenizer-worker-num N`.
+"""
 
 from radix_engine_plugins.sglang import (
     chat,
@@ -16,8 +17,8 @@ from radix_engine_plugins.sglang import (
 
 def install() -> None:
     # Request classes first: modules imported by the later targets bind them.
-    hooks.install(request_fields.CLASSES)
-    hooks.install(
+    hooks.apply(request_fields.CLASSES)
+    hooks.apply(
         [
             *request_fields.HOOKS,
             *session.HOOKS,

@@ -1,14 +1,17 @@
 """Whose object is it? Each one stored belongs to this process until its reference has gone out to the client.
 
 A reference is written -> handed on by the tokenizer manager -> sent. What does not get that far is deleted:
-- written, never handed on: a sibling of the batch failed, the request was cancelled, the client left a stream.
-- handed on, never sent: the client had left, or the answer that was built did not contain it (a failed chat answer). Only
-  the bytes that go out can tell, so the app is wrapped: a reference is sent when its key passes in a body chunk to a
-  client that is still connected. `sglang.Engine` has no client beyond its caller: there, handed on is sent.
+- written, never handed on: a sibling of the batch failed, the request was cancelled, the client left a
+  stream.
+- handed on, never sent: the client had left, or the answer that was built did not contain it (a failed chat
+  answer). Only the bytes that go out can tell, so the app is wrapped: a reference is sent when its key
+  passes in a body chunk to a client that is still connected. `sglang.Engine` has no client beyond its
+  caller: there, handed on is sent.
 
 Hooks:
 - AROUND `TokenizerManager.generate_request`: the first half, and the refusal of requests that cannot be met.
-- AROUND `http_server._setup_and_run_http_server`: wraps the app (workers of `--tokenizer-worker-num` do it in worker_app).
+- AROUND `http_server._setup_and_run_http_server`: wraps the app (workers of `--tokenizer-worker-num` do it
+  in worker_app).
 """
 # pyright: reportMissingImports=false
 
@@ -108,7 +111,8 @@ def _refuse_what_cannot_be_met(session: StoreSession | None, obj: Any) -> None:
     """Raises ValueError, which SGLang answers with 400."""
     if session is None:
         raise ValueError(
-            "return_outputs_via_store: this server has no output store; start it with --output-store-backend NAME"
+            "return_outputs_via_store: this server has no output store; "
+            "start it with --output-store-backend NAME"
         )
     if obj.return_routed_experts and not session.captures_routed_experts:
         raise ValueError("return_routed_experts: start the server with --enable-return-routed-experts")

@@ -1,10 +1,11 @@
-"""Registers hooks with SGLang's own registry, strictly.
+"""Hooks in SGLang's functions, by its own registry, strictly.
 
-SGLang logs a hook whose target does not exist and goes on. With the store asked for, a server without one of its hooks
-would lose or misplace outputs, so here that is an error which stops the launch.
+SGLang logs a hook whose target does not exist and goes on. With the store asked for, a server without one of
+its hooks would lose or misplace outputs, so here that is an error which stops the launch.
 """
 # pyright: reportMissingImports=false
 
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,14 +17,30 @@ Hook = tuple[str, Callable[..., Any], HookType]
 AFTER, AROUND, REPLACE = HookType.AFTER, HookType.AROUND, HookType.REPLACE
 
 _SOURCE = HookSource(plugin_name="radix_output_store", dist_name="radix-engine-plugins")
+_applied: set[str] = set()
 
 
-def install(hooks: Sequence[Hook]) -> None:
-    """Apply `hooks` in this process, once however often asked. RuntimeError names the targets that did not take one."""
-    new = [hook for hook in hooks if hook[0] not in HookRegistry._patched]
-    for target, function, kind in new:
+def register(hooks: Sequence[Hook]) -> None:
+    """While plugins load: SGLang applies them afterwards, in order with other plugins' hooks. RuntimeError
+    if a target does not exist."""
+    for target, function, kind in hooks:
+        _require(target)
         HookRegistry.register(target, function, kind, source=_SOURCE)
-    HookRegistry.apply_hooks()
-    missing = [target for target, _, _ in new if target not in HookRegistry._patched]
-    if missing:
-        raise RuntimeError(f"output store: this SGLang has no {', '.join(missing)}; the log above says why")
+
+
+def apply(hooks: Sequence[Hook]) -> None:
+    """After plugins have loaded: at once, around what other plugins put there. Repeating it does nothing."""
+    for target, function, kind in hooks:
+        if target not in _applied:
+            _require(target)
+            # The registry's public way takes no second set of hooks for a target that it has already hooked.
+            HookRegistry._apply_target(target, [(kind, function, _SOURCE)])
+            _applied.add(target)
+
+
+def _require(target: str) -> None:
+    owner, _, name = target.rpartition(".")
+    try:
+        getattr(pkgutil.resolve_name(owner), name)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(f"output store: this SGLang has no {target}: {error}") from error

@@ -1,11 +1,12 @@
 """Tells the scheduler which requests opted in, and keeps warm-ups out of it.
 
-The mark is an entry of `sampling_params.custom_params`, the one free-form field of a tokenized request, which SGLang uses
-for marks of its own too. Hooks:
-- AROUND `TokenizerManager._create_tokenized_object`: sets the mark; a request for no token at all runs no sampler, so it
-  asks the scheduler for no sampling mask (on stock SGLang it fails with 500).
-- AROUND `TokenizerManager._send_one_request`: with n > 1 SGLang first sends each prompt once with `max_new_tokens=0` to
-  fill the prefix cache and throws the answer away. Such a request must store nothing and ask for nothing.
+The mark is an entry of `sampling_params.custom_params`, the one free-form field of a tokenized request,
+which SGLang uses for marks of its own too. Hooks:
+- AROUND `TokenizerManager._create_tokenized_object`: sets the mark; a request for no token at all runs no
+  sampler, so it asks the scheduler for no sampling mask (on stock SGLang it fails with 500).
+- AROUND `TokenizerManager._send_one_request`: with n > 1 SGLang first sends each prompt once with
+  `max_new_tokens=0` to fill the prefix cache and throws the answer away. Such a request must store nothing
+  and ask for nothing.
 """
 # pyright: reportMissingImports=false
 

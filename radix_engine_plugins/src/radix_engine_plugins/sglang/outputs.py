@@ -1,7 +1,7 @@
 """What has arrived of one request's outputs, and the stash made of it.
 
-SGLang gathers a request's rows itself and sends them whole when it ends, and masks as CSR chunks of many tokens, so there is
-nothing here to grow row by row: arrays are joined once, on a thread of the store.
+SGLang gathers a request's rows itself and sends them whole when it ends, and masks as CSR chunks of many
+tokens, so there is nothing here to grow row by row: arrays are joined once, on a thread of the store.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,8 @@ _ATTRIBUTE = "radix_outputs"
 
 @dataclass
 class RequestOutputs:
-    """Owned by the request's ReqState; filled by the tokenizer's receive loop, read after the last output came."""
+    """Owned by the request's ReqState; filled by the tokenizer's receive loop, read after the last output
+    came."""
 
     rows: dict[str, PackedRows] = field(default_factory=dict)
     """By field of TokenOutputStash."""
@@ -32,7 +33,8 @@ class RequestOutputs:
     def to_stash(
         self, experts_codec: Codec, mask_mode: str | None
     ) -> tuple[TokenOutputStash, dict[str, int]]:
-        """The stash and its start rows. `mask_mode`: "selected", "support" or None for no mask. Raises ValueError."""
+        """The stash and its start rows. `mask_mode`: "selected", "support" or None for no mask. Raises
+        ValueError."""
         if self.error is not None:
             raise ValueError(self.error)
         fields: dict[str, np.ndarray] = {}

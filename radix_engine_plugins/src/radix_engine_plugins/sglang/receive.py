@@ -1,12 +1,12 @@
 """Tokenizer: rows and masks arrive with the batches that the detokenizer sends.
 
 Hooks:
-- AROUND `TokenizerManager._handle_batch_output`: takes masks before they become lists of Python ints; in support mode
-  picks each sampled token's log-probability from its support.
+- AROUND `TokenizerManager._handle_batch_output`: takes masks before they become lists of Python ints; in
+  support mode picks each sampled token's log-probability from its support.
 - AROUND `TokenizerManager.update_request_meta_info`: takes the packed rows out of `customized_info`.
 
-Both run in the loop that serves every request and ends the server when it raises: what goes wrong with one request is
-noted in its outputs and becomes its error. Nothing here waits or copies more than a chunk.
+Both run in the loop that serves every request and ends the server when it raises: what goes wrong with one
+request is noted in its outputs and becomes its error. Nothing here waits or copies more than a chunk.
 """
 # pyright: reportMissingImports=false
 
@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class TakenMask:
-    """Stands in for a mask that the store gets: tells SGLang the log-probabilities that stay in `meta_info`."""
+    """Stands in for a mask that the store gets: tells SGLang the log-probabilities that stay in
+    `meta_info`."""
 
     def __init__(self, selected_logprobs: list[float]) -> None:
         self._selected_logprobs = selected_logprobs

@@ -1,9 +1,10 @@
 """The request field `return_outputs_via_store`.
 
-SGLang drops unknown JSON fields in silence, so the classes that requests are parsed into are replaced by subclasses with
-the field. Hooks:
+SGLang drops unknown JSON fields in silence, so the classes that requests are parsed into are replaced by
+subclasses with the field. Hooks:
 - REPLACE `io_struct.GenerateReqInput` (/generate, and what chat and Engine are turned into) and
-  `openai.protocol.ChatCompletionRequest`. Both before `http_server` is imported: its routes bind the classes then.
+  `openai.protocol.ChatCompletionRequest`. Both before `http_server` is imported: its routes bind the
+  classes then.
 - AROUND `Engine.generate` and `Engine.async_generate`: the keyword argument.
 """
 # pyright: reportMissingImports=false
@@ -42,7 +43,8 @@ def opted_in(obj: Any) -> bool:
 
 
 def root_of(obj: Any) -> Any | None:
-    """The client's request that this item of a batch belongs to; None: it is no item. Copies keep the link."""
+    """The client's request that this item of a batch belongs to; None: it is no item. Copies keep the
+    link."""
     return obj.__dict__.get("radix_root")
 
 

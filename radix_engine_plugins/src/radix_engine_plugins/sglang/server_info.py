@@ -1,7 +1,8 @@
-"""`/server_info` says that the store is on, where, and by which version, so that a client can refuse a server which would
-ignore `return_outputs_via_store`.
+"""`/server_info` says that the store is on, where, and by which version, so that a client can refuse a
+server which would ignore `return_outputs_via_store`.
 
-Hook: AROUND `utils.common.build_server_info`, the one function behind the HTTP route of single and multiple front ends.
+Hook: AROUND `utils.common.build_server_info`, the one function behind the HTTP route of single and multiple
+front ends.
 """
 # pyright: reportMissingImports=false
 
@@ -11,6 +12,7 @@ from typing import Any
 
 from radix_engine_plugins.sglang import hooks
 from radix_engine_plugins.sglang.settings import settings_of
+from radix_transfer_plugins.backends.config import DEFAULT_KEY_PREFIX
 from radix_transfer_plugins.ref import REF_VERSION
 
 
@@ -22,7 +24,7 @@ def with_output_store(
     if asked is not None:
         info["output_store"] = {
             "backend": asked.backend,
-            "key_prefix": asked.config.get("key_prefix"),
+            "key_prefix": asked.config.get("key_prefix", DEFAULT_KEY_PREFIX),
             "plugin": "radix-engine-plugins",
             "plugin_version": version("radix-engine-plugins"),
             "ref_version": REF_VERSION,

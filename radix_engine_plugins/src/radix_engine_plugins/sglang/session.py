@@ -1,6 +1,7 @@
 """One process's client of the store, made with its tokenizer manager.
 
-Hook: AFTER `TokenizerManager.__init__`, which every front end runs: the launcher, `sglang.Engine`, each worker.
+Hook: AFTER `TokenizerManager.__init__`, which every front end runs: the launcher, `sglang.Engine`, each
+worker.
 """
 # pyright: reportMissingImports=false
 

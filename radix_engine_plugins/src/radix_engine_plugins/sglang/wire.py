@@ -1,8 +1,8 @@
 """What passes between tokenizer and scheduler, in SGLang's own free-form fields.
 
-To the scheduler: a mark in `sampling_params.custom_params`, where SGLang puts marks of its own too. Back: the rows in
-`customized_info`, for values of a request that SGLang does not know; the detokenizer passes them on as they are. Plain
-Python types only: those in between may be processes that never load this plugin.
+To the scheduler: a mark in `sampling_params.custom_params`, where SGLang puts marks of its own too. Back:
+the rows in `customized_info`, for values of a request that SGLang does not know; the detokenizer passes
+them on as they are. Plain Python types only: those in between may be processes that never load this plugin.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,8 @@ import numpy as np
 from radix_transfer_plugins.codecs.base import Codec
 
 KEY = "radix_output_store"
-"""In `customized_info`: for each request of a batch a list of the `PackedRows` of its fields, empty before it ends."""
+"""In `customized_info`: for each request of a batch a list of the `PackedRows` of its fields, empty before
+it ends."""
 
 
 MARK = "radix_return_outputs_via_store"
@@ -24,8 +25,8 @@ def is_marked(sampling_params: Any) -> bool:
 
 
 class PackedRows(NamedTuple):
-    """One field of one request, encoded by the codec that both sides take from the model's configuration: a quarter of
-    the bytes are copied over the process boundaries."""
+    """One field of one request, encoded by the codec that both sides take from the model's configuration: a
+    quarter of the bytes are copied over the process boundaries."""
 
     field: str
     """Name in TokenOutputStash."""
@@ -35,7 +36,8 @@ class PackedRows(NamedTuple):
     """`[rows, layers, top_k]`."""
     data: bytes
     error: str | None = None
-    """Why there are no rows: an exception in the scheduler would end the server, so it becomes the request's error."""
+    """Why there are no rows: an exception in the scheduler would end the server, so it becomes the
+    request's error."""
 
 
 def pack_rows(codec: Codec, field: str, rows: np.ndarray, start_row: int) -> PackedRows:

@@ -1,8 +1,8 @@
 """The HTTP app that workers of `--tokenizer-worker-num N` import, by `SGLANG_HTTP_SERVER_APP_PATH`.
 
-These workers never load plugins: without this module they would drop `return_outputs_via_store` in silence. It is imported
-by such a worker only, and importing it is what installs the hooks there. Each worker connects a store client of its own
-when it makes its tokenizer manager.
+These workers never load plugins: without this module they would drop `return_outputs_via_store` in silence.
+It is imported by such a worker only, and importing it is what installs the hooks there. Each worker
+connects a store client of its own when it makes its tokenizer manager.
 """
 # pyright: reportMissingImports=false
 

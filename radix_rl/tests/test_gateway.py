@@ -1,0 +1,251 @@
+"""The gateway without engines: what it refuses, and a real HAProxy in front of two plain servers."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from radix_rl.errors import ConfigurationError
+from radix_rl.launch import gateway as gateway_module
+from radix_rl.launch.gateway import Gateway, GatewaySettings, find_haproxy, render, require_output_store
+
+
+@pytest.mark.parametrize(
+    "url", ["https://a:1", "a:1", "http://a", "http://a:1/path", "http://a:x", "http://a b:1", "http://:1"]
+)
+def test_url_that_is_no_plain_server_is_refused_with_an_example(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="expected http://host:port"):
+        GatewaySettings(urls=(url,))
+
+
+def test_no_server_and_a_server_twice_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="at least one"):
+        GatewaySettings(urls=())
+    with pytest.raises(ConfigurationError, match="twice"):
+        GatewaySettings(urls=("http://a:1", "http://a:1"))
+
+
+def test_header_that_would_change_the_configuration_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="header name"):
+        GatewaySettings(urls=("http://a:1",), session_header="x) # ")
+
+
+def test_configuration_names_every_server_once() -> None:
+    settings = GatewaySettings(urls=("http://a:1", "http://[::1]:2"), session_header="X-Conversation")
+    text = render(settings, Path("/run/admin.sock"))
+    assert "    server s0 a:1\n    server s1 [::1]:2\n" in text
+    assert "stick on req.hdr(X-Conversation)" in text
+    assert "balance leastconn" in text
+
+
+def test_missing_haproxy_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_module.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(ConfigurationError, match="sudo apt-get install haproxy"):
+        find_haproxy()
+
+
+class Backend:
+    """A server that answers with its name and what it was sent; every answer waits for `delay_s`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.delay_s = 0.0
+        self.healthy = True
+        self.seen: list[bytes] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.answer(200 if outer.healthy else 503, {"output_store": {"backend": "shared_memory"}})
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                outer.seen.append(body)
+                time.sleep(outer.delay_s)
+                if not outer.healthy:
+                    # As a killed process: the connection ends without an answer.
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    self.close_connection = True
+                    return
+                self.answer(200, {"server": outer.name, "sent": body.decode()})
+
+            def answer(self, status: int, value: Any) -> None:
+                data = json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def backends() -> Iterator[list[Backend]]:
+    backends = [Backend("a"), Backend("b")]
+    yield backends
+    for backend in backends:
+        backend.close()
+
+
+@pytest.fixture
+def start_gateway(backends: list[Backend]) -> Iterator[Callable[..., Gateway]]:
+    started: list[Gateway] = []
+
+    def start(**settings: Any) -> Gateway:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        urls = tuple(backend.url for backend in backends)
+        gateway = Gateway(GatewaySettings(**{"urls": urls, "port": port, "drain_s": 5, **settings}))
+        started.append(gateway)
+        wait_for(lambda: gateway.admin_socket.exists() and all(gateway.is_up(url) for url in urls))
+        return gateway
+
+    yield start
+    for gateway in started:
+        gateway.stop()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the gateway did not get there in time"
+        time.sleep(0.05)
+
+
+def test_bodies_pass_unchanged_and_go_to_the_least_busy_server(
+    backends: list[Backend], start_gateway: Callable[..., Gateway]
+) -> None:
+    gateway = start_gateway()
+    body = b'{"text": "h\\u00e9", "return_outputs_via_store": true, "unknown": [1,  2]}'
+    backends[0].delay_s = backends[1].delay_s = 0.3
+    answers: list[Any] = []
+    threads = [
+        threading.Thread(
+            target=lambda: answers.append(
+                httpx.post(f"{gateway.url}/generate", content=body, timeout=10).json()
+            )
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answer["sent"].encode() for answer in answers] == [body] * 4
+    assert sorted(answer["server"] for answer in answers) == ["a", "a", "b", "b"]
+
+
+def test_requests_of_a_session_go_to_one_server(
+    backends: list[Backend], start_gateway: Callable[..., Gateway]
+) -> None:
+    gateway = start_gateway(session_header="X-Conversation")
+    servers = {
+        session: {
+            httpx.post(f"{gateway.url}/generate", content=b"{}", headers={"X-Conversation": session}).json()[
+                "server"
+            ]
+            for _ in range(6)
+        }
+        for session in ("one", "two", "three", "four")
+    }
+    assert all(len(names) == 1 for names in servers.values())
+
+
+def test_generation_of_a_server_that_dies_is_answered_by_another(
+    backends: list[Backend], start_gateway: Callable[..., Gateway]
+) -> None:
+    gateway = start_gateway()
+    backends[0].healthy = False
+    answers = [httpx.post(f"{gateway.url}/generate", content=b"{}", timeout=10) for _ in range(6)]
+    assert {answer.status_code for answer in answers} == {200}
+    assert {answer.json()["server"] for answer in answers} == {"b"}
+    assert len(backends[0].seen) > 0
+
+
+def test_other_requests_are_never_repeated(
+    backends: list[Backend], start_gateway: Callable[..., Gateway]
+) -> None:
+    gateway = start_gateway()
+    for backend in backends:
+        backend.healthy = False
+    assert httpx.post(f"{gateway.url}/end_weight_update", content=b"{}", timeout=10).status_code >= 500
+    assert sum(len(backend.seen) for backend in backends) <= 1
+
+
+def test_unhealthy_server_gets_nothing(
+    backends: list[Backend], start_gateway: Callable[..., Gateway]
+) -> None:
+    gateway = start_gateway()
+    backends[1].healthy = False
+    wait_for(lambda: not gateway.is_up(backends[1].url))
+    names = {httpx.post(f"{gateway.url}/generate", content=b"{}").json()["server"] for _ in range(6)}
+    assert names == {"a"}
+    assert backends[1].seen == []
+
+
+def test_drained_server_gets_nothing_new_until_it_is_ready_again(
+    backends: list[Backend], start_gateway: Callable[..., Gateway]
+) -> None:
+    gateway = start_gateway()
+    gateway.drain(backends[0].url)
+    assert {httpx.post(f"{gateway.url}/generate", content=b"{}").json()["server"] for _ in range(4)} == {"b"}
+    gateway.ready(backends[0].url)
+    assert {httpx.post(f"{gateway.url}/generate", content=b"{}").json()["server"] for _ in range(4)} == {
+        "a",
+        "b",
+    }
+    with pytest.raises(ConfigurationError, match="known:"):
+        gateway.drain("http://elsewhere:1")
+
+
+def test_stopping_lets_running_requests_end(
+    backends: list[Backend], start_gateway: Callable[..., Gateway]
+) -> None:
+    gateway = start_gateway()
+    for backend in backends:
+        backend.delay_s = 1.0
+    answers: list[int] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(
+            httpx.post(f"{gateway.url}/generate", content=b"{}", timeout=10).status_code
+        )
+    )
+    thread.start()
+    wait_for(lambda: any(backend.seen for backend in backends))
+    gateway.stop()
+    thread.join()
+    assert answers == [200]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{gateway.url}/health")
+
+
+def test_server_without_a_store_is_refused_by_name(
+    backends: list[Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_output_store([backend.url for backend in backends])
+    monkeypatch.setattr(
+        httpx,
+        "get",
+        lambda url, **_: httpx.Response(200, json={"version": "0.5.23"}, request=httpx.Request("GET", url)),
+    )
+    with pytest.raises(ConfigurationError, match="has no output store"):
+        require_output_store(["http://plain:1"])
