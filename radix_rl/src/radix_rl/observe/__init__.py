@@ -1,0 +1,1 @@
+"""What a run shows: metrics, progress, a summary and a report."""

@@ -1,0 +1,26 @@
+"""TensorBoard event files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from radix_rl.errors import ConfigurationError
+from radix_rl.observe.trackers.base import Tracker
+
+
+class TensorboardTracker(Tracker):
+    def __init__(self, log_dir: Path) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise ConfigurationError(
+                "observe.trackers: tensorboard is not installed: pip install 'radix-rl[tensorboard]'"
+            ) from error
+        self._writer = SummaryWriter(str(log_dir))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
