@@ -1,0 +1,114 @@
+"""`train`: builds a run from its configuration, runs it, and takes it down again, whatever happens."""
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers import AutoTokenizer
+
+from radix_rl.config import RunConfig
+from radix_rl.errors import ConfigurationError
+from radix_rl.launch.checks import check_engine, check_launch
+from radix_rl.launch.engines import build_engine, engines_of
+from radix_rl.launch.store import open_run_store
+from radix_rl.rollout.environments.base import Environment
+from radix_rl.rollout.environments.factory import create_environment
+from radix_rl.rollout.generation import RolloutGenerator
+from radix_rl.train.checkpoint import RunState, find_checkpoint, read_state
+from radix_rl.train.loop import Log, RunParts, Trainer, run_steps
+from radix_rl.train.policy import load_policy, load_reference
+from radix_rl.train.rank import RankTrainer
+from radix_rl.train.worker import PolicyWorker
+from radix_rl.weights.sync import WeightSynchronizer
+from radix_rl.weights.transports.base import create_transport
+from radix_transfer_plugins import OutputStore
+
+logger = logging.getLogger(__name__)
+
+
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run ended."""
+
+    state: RunState
+    objects_left: int
+    """Stored fields below the run's key prefix; 0 without a store."""
+
+
+def train(config: RunConfig, log: Log, environment: Environment | None = None) -> RunOutcome:
+    """A whole run. `log` gets each step's metrics; `environment` takes the place of the configured one.
+
+    Raises RadixError and OutputStoreError; whatever is raised, everything that was started has ended by then.
+    """
+    return asyncio.run(train_async(config, log, environment))
+
+
+async def train_async(config: RunConfig, log: Log, environment: Environment | None = None) -> RunOutcome:
+    check_launch(config)
+    checkpoint = find_checkpoint(config.checkpoint.resume, config.output_dir / "checkpoints")
+    state = read_state(checkpoint) if checkpoint else RunState(step=0, next_problem=0, optimizer_steps=0)
+    async with AsyncExitStack() as stack:
+        run_store = open_run_store(config)
+        if run_store is not None:
+            stack.callback(run_store.close)
+        store = None if run_store is None else run_store.store
+        tokenizer = load_tokenizer(config.model.path)
+        if environment is None:
+            environment = create_environment(config.environment, tokenizer, seed=config.seed)
+        trainer = await asyncio.to_thread(build_trainer, config, store, checkpoint)
+        stack.callback(trainer.close)
+        engine = build_engine(config, run_store)
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        check_engine(config, engine)
+        parts = RunParts(
+            config=config,
+            environment=environment,
+            generator=RolloutGenerator(
+                engine,
+                environment,
+                lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                config.rollout,
+                seed=config.seed,
+                replay=("routed_experts",) if config.train.replay_routed_experts else (),
+                store=store,
+                store_backend=None if run_store is None else run_store.backend,
+            ),
+            trainer=trainer,
+            synchronizer=WeightSynchronizer(
+                engines_of(engine),
+                create_transport(config.weights.transport),
+                bucket_bytes=config.weights.bucket_bytes,
+            ),
+            run_store=run_store,
+            log=log,
+        )
+        # The engine may hold anything: other weights, a later version of another run, the checkpoint before this one.
+        await parts.synchronizer.sync(state.step, trainer.named_weights())
+        state = await run_steps(parts, state)
+        return RunOutcome(state=state, objects_left=0 if run_store is None else run_store.objects_left())
+
+
+def build_trainer(config: RunConfig, store: OutputStore | None, checkpoint: Path | None) -> Trainer:
+    """The ranks that `train.num_ranks` asks for, with the model of the checkpoint if there is one."""
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+    return build_rank(config, store, checkpoint)
+
+
+def build_rank(config: RunConfig, store: OutputStore | None, checkpoint: Path | None) -> RankTrainer:
+    """One unsharded rank in this process."""
+    model_path = checkpoint / "model" if checkpoint else config.model.path
+    model = load_policy(model_path, config.model, config.train)
+    reference = load_reference(config.model, config.train) if config.algorithm.kl_coefficient > 0 else None
+    return RankTrainer(config, PolicyWorker(config, model, reference=reference), store, checkpoint)
+
+
+def load_tokenizer(path: Path):  # noqa: ANN201
+    """Raises ConfigurationError for a folder without one."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"model.path: {str(path)!r} holds no tokenizer: {error}") from error

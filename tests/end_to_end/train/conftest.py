@@ -1,0 +1,97 @@
+"""A tiny mixture-of-experts model on disk, an environment it can learn, and a configuration that trains it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig
+
+from radix_rl.config import RunConfig, parse_config
+from radix_rl.rollout.environments.base import Environment, Problem
+
+VOCABULARY = 48
+END = 1
+
+
+class LikesEvenTokens(Environment):
+    """Rewards the share of even token ids: any policy-gradient step in the right direction shows."""
+
+    def train_problem(self, index: int) -> Problem:
+        ids = tuple(2 + (index * 7 + place * 5) % (VOCABULARY - 2) for place in range(3 + index % 4))
+        return Problem(problem_id=f"p{index}", prompt_ids=ids, answer=None)
+
+    def eval_problems(self) -> list[Problem]:
+        return [self.train_problem(10_000 + index) for index in range(8)]
+
+    def score(self, problem: Problem, output_ids: tuple[int, ...], text: str) -> float:
+        return sum(token % 2 == 0 for token in output_ids) / max(len(output_ids), 1)
+
+
+@pytest.fixture
+def environment() -> Environment:
+    return LikesEvenTokens()
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four MoE layers, 8 experts, top-2, random weights that are large enough for routers to have opinions."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        Qwen3MoeConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            moe_intermediate_size=16,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            max_position_embeddings=128,
+            eos_token_id=END,
+            pad_token_id=0,
+        )
+    )
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(path)
+    words = {f"w{index}": index for index in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w0").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def make_config(tmp_path: Path, model_path: Path) -> Callable[..., RunConfig]:
+    """A run of 2 steps in float32 through the shared_memory store, with sections overridden by table."""
+
+    def make(**sections: Any) -> RunConfig:
+        table: dict[str, Any] = {
+            "output_dir": str(tmp_path / "run"),
+            "model": {"path": str(model_path)},
+            "environment": {"type": "arithmetic"},
+            "engine": {"type": "embedded", "dtype": "float32", "kv_cache_tokens": 2048, "context_length": 64},
+            "output_store": {"backend": "shared_memory", "read_buffer_bytes": "1mb"},
+            "rollout": {
+                "prompts_per_step": 4,
+                "samples_per_prompt": 4,
+                "sampling": {"max_new_tokens": 12},
+            },
+            "optimizer": {"lr": 3e-3},
+            "train": {"steps": 2, "microbatch_tokens": 128, "num_threads": 1},
+        }
+        for name, values in sections.items():
+            table[name] = {**table.get(name, {}), **values} if isinstance(values, dict) else values
+        return parse_config(table, source="test")
+
+    return make
