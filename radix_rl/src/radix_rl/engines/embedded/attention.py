@@ -1,7 +1,8 @@
-"""How transformers models are made to read the slots: an attention function and a mask function under one name.
+"""How transformers models are made to read the slots: an attention function and a mask function under one
+name.
 
-Outside an engine step both are transformers' own "sdpa", so a model whose configuration object is shared with the engine's
-model still works.
+Outside an engine step both are transformers' own "sdpa", so a model whose configuration object is shared with
+the engine's model still works.
 """
 
 from collections.abc import Callable
@@ -24,12 +25,12 @@ def register_attention() -> None:
 
 
 def slot_mask(
-    *, mask_function: Callable[..., torch.Tensor] = causal_mask_function, device: Any = None, **kwargs: Any
+    *, mask_function: Callable[..., Any] = causal_mask_function, device: Any = None, **kwargs: Any
 ) -> torch.Tensor | None:
     """Additive mask `[b, 1, S, key_length]` of a step, or None where every key may be seen.
 
-    transformers' mask functions compare query and key positions elementwise; here queries of one column lie at different
-    positions, so the functions get `[b, 1, S, 1]` positions in place of one range.
+    transformers' mask functions compare query and key positions elementwise; here queries of one column lie
+    at different positions, so the functions get `[b, 1, S, 1]` positions in place of one range.
     """
     step = active_step()
     if step is None:
@@ -63,7 +64,8 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """`query` `[b, heads, S, d]`, `key`/`value` `[b, key_heads, L, d]`; returns `[b, S, heads, d]`.
 
-    Query heads that share a key head become further rows of one attention problem, so keys are never repeated in memory.
+    Query heads that share a key head become further rows of one attention problem, so keys are never repeated
+    in memory.
     """
     step = active_step()
     if step is None:
@@ -81,8 +83,8 @@ def slot_attention(
         mask = mask.to(query.dtype)
     sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
     if sinks is not None or softcap is not None:
-        scaling = width**-0.5 if scaling is None else scaling
-        return _explicit_attention(query, key, value, mask, scaling, sinks, softcap), None
+        scale = width**-0.5 if scaling is None else scaling
+        return _explicit_attention(query, key, value, mask, scale, sinks, softcap), None
     if mask is not None:
         mask = step.repeat_mask(mask, groups)
     grouped = query.reshape(batch, key.shape[1], groups * columns, width)

@@ -45,8 +45,10 @@ def build_core(
         )
         if experts is None or top_k is None:
             raise ConfigurationError(
-                f"enable_return_routed_experts: {type(loaded.model).__name__}'s configuration names no number of experts "
-                f"({', '.join(_NUM_EXPERTS_NAMES)}) or none per token ({', '.join(_TOP_K_NAMES)}); is it a dense model?"
+                f"enable_return_routed_experts: {type(loaded.model).__name__}'s configuration names no "
+                "number of experts "
+                f"({', '.join(_NUM_EXPERTS_NAMES)}) or none per token ({', '.join(_TOP_K_NAMES)}); is it a "
+                "dense model?"
             )
         runner.capture_routed_experts(experts, top_k)
     if config.enable_return_indexer_topk:
@@ -62,7 +64,8 @@ def build_core(
 def build_writer(config: EmbeddedEngineConfig, model: PreTrainedModel | None) -> OutputStoreWriter | None:
     """Connect to the configured store; None if there is none. Raises the store's errors.
 
-    Codecs follow from the model's configuration: expert ids narrow to one or two bytes, indexer rows become bit sets.
+    Codecs follow from the model's configuration: expert ids narrow to one or two bytes, indexer rows become
+    bit sets.
     """
     if config.output_store is None:
         return None
@@ -82,7 +85,7 @@ def _configured_experts(config: EmbeddedEngineConfig, model: PreTrainedModel | N
         return None
     else:
         try:
-            model_config = AutoConfig.from_pretrained(config.model_path)
+            model_config = AutoConfig.from_pretrained(str(config.model_path))
         except (OSError, ValueError) as error:
             raise ConfigurationError(
                 f"model_path: {config.model_path!r} has no readable config.json: {error}"

@@ -1,4 +1,6 @@
-"""`RowCapture`: what hooks on a model's routers or indexers saw, collected into one preallocated array a step."""
+"""`RowCapture`: what hooks on a model's routers or indexers saw, collected into one preallocated array a
+step.
+"""
 
 import numpy as np
 import torch
@@ -10,8 +12,8 @@ from radix_rl.engines.embedded.step import ForwardStep, active_step
 class RowCapture:
     """One field's choices: `[tokens, layers, top_k]` of the current step, then rows of the slots.
 
-    Hooks call `record` while the engine's forward pass runs; calls outside an engine step are ignored, so the same model
-    may be used elsewhere.
+    Hooks call `record` while the engine's forward pass runs; calls outside an engine step are ignored, so the
+    same model may be used elsewhere.
     """
 
     def __init__(
@@ -28,7 +30,9 @@ class RowCapture:
         self.slots = cache.add(1, self.layers * self.top_k, self._step_rows.dtype)
 
     def record(self, layer: int, choices: torch.Tensor) -> None:
-        """`choices` `[tokens, k]` (k may be below top_k: the rest is -1) of a step's tokens in the model's order."""
+        """`choices` `[tokens, k]` (k may be below top_k: the rest is -1) of a step's tokens in the model's
+        order.
+        """
         if active_step() is None:
             return
         tokens, width = choices.shape

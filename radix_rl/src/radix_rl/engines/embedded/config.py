@@ -21,28 +21,36 @@ class EmbeddedEngineConfig(Section):
     """One engine, one model, one process."""
 
     model_path: str | None = None
-    """Folder of a Hugging Face checkpoint, or of a GGUF file (see `gguf_file`). None: the model is passed as an object."""
+    """Folder of a Hugging Face checkpoint, or of a GGUF file (see `gguf_file`). None: the model is passed as
+    an object.
+    """
     gguf_file: str | None = None
     """File name below `model_path`; its weights are unpacked to `dtype`."""
     tokenizer_path: str | None = None
     """Unset: `model_path`. A model without tokenizer files runs, but knows no stop strings."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Of weights, activations and cache; new weights are cast to it. "auto": what the checkpoint was saved in."""
+    """Of weights, activations and cache; new weights are cast to it. "auto": what the checkpoint was saved
+    in.
+    """
     device: str = "cpu"
     """torch device, such as "cpu" or "cuda:0"."""
     max_running_requests: int = Field(default=64, ge=1)
     """Requests in the running batch; others wait."""
     kv_cache_tokens: int = Field(default=65536, ge=16)
-    """Tokens that the preallocated key-value cache holds. Running requests share it in equal shares, each as large as
-    the largest request (prompt plus max_new_tokens) among them."""
+    """Tokens that the preallocated key-value cache holds. Running requests share it in equal shares, each as
+    large as the largest request (prompt plus max_new_tokens) among them."""
     prefix_cache_tokens: int = Field(default=0, ge=0)
     """Tokens of finished or prefilled prompts kept for reuse, in memory of their own. 0: no prefix cache."""
     chunked_prefill_tokens: int = Field(default=2048, ge=16)
     """Prompt tokens, padding included, that go through the model in one step."""
     context_length: int | None = Field(default=None, ge=2)
-    """Prompt plus output tokens of one request. Unset: the model's own, or `kv_cache_tokens` where that is less."""
+    """Prompt plus output tokens of one request. Unset: the model's own, or `kv_cache_tokens` where that is
+    less.
+    """
     enable_return_routed_experts: bool = False
-    """Capture the experts that each token was routed to. Refused for a model without routers that are known."""
+    """Capture the experts that each token was routed to. Refused for a model without routers that are
+    known.
+    """
     enable_return_indexer_topk: bool = False
     """Capture the key positions that sparse attention kept. Refused for a model without a known indexer."""
     output_store: OutputStoreTarget | None = None

@@ -1,4 +1,6 @@
-"""`EngineCore`: the scheduler. One `step` admits, prefills and decodes; everything here runs on the worker thread."""
+"""`EngineCore`: the scheduler. One `step` admits, prefills and decodes; everything here runs on the worker
+thread.
+"""
 
 import logging
 from collections import deque
@@ -102,11 +104,14 @@ class EngineCore:
         self.paused = None
 
     def commit_weights(self, version: str) -> None:
-        """Requests that are running must be paused; in_place they keep their cache and go on under the new version."""
+        """Requests that are running must be paused; in_place they keep their cache and go on under the new
+        version.
+        """
         self.weights.check_complete(version)
         if self.slots.running and self.paused is None:
             raise EngineStateError(
-                f"{len(self.slots.running)} requests are running; pause the engine before a weight update is committed"
+                f"{len(self.slots.running)} requests are running; pause the engine before a weight update is "
+                "committed"
             )
         old = self.weights.version
         for sequence in self._by_id.values():
@@ -151,7 +156,8 @@ class EngineCore:
     def sleep(self, tags: Rows[str]) -> None:
         if self.slots.running and not (self.paused == "in_place" and "kv_cache" not in tags):
             raise EngineStateError(
-                f"{len(self.slots.running)} requests hold the cache; pause with abort or retract before sleep, or pause "
+                f"{len(self.slots.running)} requests hold the cache; pause with abort or retract before "
+                "sleep, or pause "
                 "in_place and let only the weights sleep"
             )
         if "weights" in tags:

@@ -31,10 +31,12 @@ _ALL_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
 
 class EmbeddedEngine(Engine):
-    """Continuous batching over a preallocated cache, with replay outputs captured from the model's own modules.
+    """Continuous batching over a preallocated cache, with replay outputs captured from the model's own
+    modules.
 
-    The event loop only queues calls; one worker thread owns model, cache and scheduler. A model passed as an object belongs
-    to the engine from then on: its attention reads the engine's cache, and `close` leaves it so.
+    The event loop only queues calls; one worker thread owns model, cache and scheduler. A model passed as an
+    object belongs to the engine from then on: its attention reads the engine's cache, and `close` leaves it
+    so.
     """
 
     def __init__(
@@ -108,7 +110,8 @@ class EmbeddedEngine(Engine):
         return await self._answer(finished)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[PartialOutput | GenerateOutput]:
-        """Partial outputs as tokens come, then the GenerateOutput as `generate` gives it. Closing the iterator aborts.
+        """Partial outputs as tokens come, then the GenerateOutput as `generate` gives it. Closing the
+        iterator aborts.
 
         The caller owns a stored object once the GenerateOutput was yielded.
         """

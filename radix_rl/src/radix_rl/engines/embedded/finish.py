@@ -11,7 +11,9 @@ class FinishCheck:
         self._tokenizer = tokenizer
 
     def after_token(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """Why the answer ends with this token, already appended; None: it goes on. The stop token stays in the answer."""
+        """Why the answer ends with this token, already appended; None: it goes on. The stop token stays in
+        the answer.
+        """
         params = sequence.request.sampling
         count = len(sequence.output_ids)
         if count >= params.max_new_tokens:
@@ -27,7 +29,8 @@ class FinishCheck:
     def _matched_stop_string(self, sequence: Sequence) -> str | None:
         assert self._tokenizer is not None
         stops = sequence.request.sampling.stop
-        # A token decodes to at least part of one character, four bytes at most; the window holds any match that ends here.
+        # A token decodes to at least part of one character, four bytes at most; the window holds any match
+        # that ends here.
         window = 4 * max(len(stop) for stop in stops) + 1
         text = self._tokenizer.decode(sequence.output_ids[-window:])
         return next((stop for stop in stops if stop in text), None)

@@ -1,4 +1,6 @@
-"""Hooks on the indexers of sparse-attention models (DeepSeek-V3.2, GLM-MoE-DSA): which key positions were kept."""
+"""Hooks on the indexers of sparse-attention models (DeepSeek-V3.2, GLM-MoE-DSA): which key positions were
+kept.
+"""
 
 from typing import Any
 
@@ -39,7 +41,8 @@ def attach_indexers(
                 chosen = output.to(torch.int32)
                 # Where fewer keys exist than may be kept, top-k fills up with masked ones.
                 seen = torch.where(chosen <= step.positions[:, :, None], chosen, -1)
-                # Ascending with -1 last: the order of a set carries no meaning, and equal sets should be equal rows.
+                # Ascending with -1 last: the order of a set carries no meaning, and equal sets should be
+                # equal rows.
                 ordered = torch.where(seen < 0, 2**31 - 1, seen).sort(dim=-1).values
                 ordered = torch.where(ordered == 2**31 - 1, -1, ordered)
                 capture.record(number, ordered.reshape(-1, ordered.shape[-1]))

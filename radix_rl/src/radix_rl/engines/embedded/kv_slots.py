@@ -1,8 +1,8 @@
 """`SlotTensor` and `SlotCache`: the preallocated memory in which running requests keep what they computed.
 
-Each running request owns one slot; slots have equal length (`stride` tokens), so that the first n of them are one
-strided tensor `[n, heads, stride, width]` that attention reads without gathering. When the largest running request
-changes, the same memory is divided into slots of another stride.
+Each running request owns one slot; slots have equal length (`stride` tokens), so that the first n of them are
+one strided tensor `[n, heads, stride, width]` that attention reads without gathering. When the largest
+running request changes, the same memory is divided into slots of another stride.
 """
 
 import math
@@ -19,7 +19,9 @@ def round_up_tokens(tokens: int) -> int:
 
 
 class SlotTensor:
-    """One cached quantity of all slots: `[slots, heads, stride, width]`, a view of flat memory owned by this object."""
+    """One cached quantity of all slots: `[slots, heads, stride, width]`, a view of flat memory owned by this
+    object.
+    """
 
     def __init__(
         self, *, capacity_tokens: int, heads: int, width: int, dtype: torch.dtype, device: torch.device
@@ -33,7 +35,9 @@ class SlotTensor:
         self.allocate()
 
     def allocate(self) -> None:
-        """Zeros: attention multiplies masked positions by 0, and 0 times what fresh memory holds may be NaN."""
+        """Zeros: attention multiplies masked positions by 0, and 0 times what fresh memory holds may be
+        NaN.
+        """
         self._flat = torch.zeros(
             self._capacity_tokens * self.heads, self.width, dtype=self.dtype, device=self._device
         )
@@ -57,7 +61,9 @@ class SlotTensor:
         self.slots = used.view(num_slots, self.heads, stride, self.width)
 
     def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """`rows` `[n * heads]` int64 from `SlotCache.flat_rows`, `values` `[n * heads, width]`, token-major."""
+        """`rows` `[n * heads]` int64 from `SlotCache.flat_rows`, `values` `[n * heads, width]`,
+        token-major.
+        """
         self._flat.index_copy_(0, rows, values)
 
     def read(self, slot: int, start: int, end: int) -> torch.Tensor:
@@ -98,7 +104,8 @@ class SlotCache:
 
     def divide(self, stride: int, lengths: Sequence[int]) -> None:
         """Change the stride, keeping the first `lengths[i]` tokens of slot i."""
-        assert self.fits(len(lengths), stride) and max(lengths, default=0) <= stride
+        assert self.fits(len(lengths), stride)
+        assert max(lengths, default=0) <= stride
         longest = max(lengths, default=0)
         for tensor in self.tensors:
             kept = tensor.slots[: len(lengths), :, :longest].clone() if longest else None
@@ -130,7 +137,9 @@ class SlotCache:
         self.allocated = True
 
     def flat_rows(self, heads: int, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rows of `SlotTensor.write` for tokens at `(slots[i], positions[i])`: `[n * heads]` int64, token-major."""
+        """Rows of `SlotTensor.write` for tokens at `(slots[i], positions[i])`: `[n * heads]` int64,
+        token-major.
+        """
         first = slots * (heads * self.stride) + positions
         if heads == 1:
             return first

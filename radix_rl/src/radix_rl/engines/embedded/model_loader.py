@@ -39,8 +39,7 @@ def load_model(
     if model is None:
         model = _from_path(config)
         tokenizer = tokenizer if tokenizer is not None else _tokenizer(config)
-    dtype = _torch_dtype(config)
-    model = model.to(device=config.device, dtype=dtype) if dtype is not None else model.to(config.device)  # type: ignore[arg-type]
+    model.to(device=torch.device(config.device), dtype=_torch_dtype(config))  # type: ignore
     model.eval()
     model.requires_grad_(False)
     text_config = model.config.get_text_config(decoder=True)
@@ -97,14 +96,16 @@ def _use_slot_attention(model: PreTrainedModel) -> None:
     unknown = {kind for kind in layer_types if "attention" not in kind or "linear" in kind}
     if unknown:
         raise ConfigurationError(
-            f"{type(model).__name__} has layers of type {sorted(unknown)}, whose state is no key-value cache; the embedded "
+            f"{type(model).__name__} has layers of type {sorted(unknown)}, whose state is no key-value "
+            "cache; the embedded "
             "engine runs attention layers only"
         )
     register_attention()
     model.set_attn_implementation(ATTENTION_NAME)
     if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
         raise ConfigurationError(
-            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; the embedded "
+            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; the "
+            "embedded "
             "engine cannot give it a cache"
         )
 

@@ -1,6 +1,8 @@
-"""Gumbel noise that depends on seed, position and token id only, so that a request samples the same tokens in any batch.
+"""Gumbel noise that depends on seed, position and token id only, so that a request samples the same tokens in
+any batch.
 
-The noise is a hash, not a generator: every element can be computed alone, and one call serves the whole batch.
+The noise is a hash, not a generator: every element can be computed alone, and one call serves the whole
+batch.
 """
 
 import numpy as np

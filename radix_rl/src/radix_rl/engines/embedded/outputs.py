@@ -7,7 +7,9 @@ from radix_rl.types import GenerateOutput
 
 
 def collect_outputs(sequence: Sequence) -> TokenOutputCollector | None:
-    """The collector of a finished request; None if it asked for nothing or an abort left nothing to deliver."""
+    """The collector of a finished request; None if it asked for nothing or an abort left nothing to
+    deliver.
+    """
     request = sequence.request
     wants_any = request.return_routed_experts or request.return_indexer_topk or request.return_sampling_mask
     assert sequence.finish_reason is not None
@@ -32,7 +34,9 @@ def collect_outputs(sequence: Sequence) -> TokenOutputCollector | None:
 
 
 async def build_output(sequence: Sequence, writer: OutputStoreWriter | None) -> GenerateOutput:
-    """Stores the outputs first where the request asked for it. The caller owns the stored object; cancelling leaves none."""
+    """Stores the outputs first where the request asked for it. The caller owns the stored object; cancelling
+    leaves none.
+    """
     request = sequence.request
     assert sequence.finish_reason is not None
     collector = collect_outputs(sequence)

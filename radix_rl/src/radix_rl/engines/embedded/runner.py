@@ -26,7 +26,7 @@ class ModelRunner:
         self.loaded = loaded
         self.model = loaded.model
         self.device = loaded.model.device
-        self.vocab_size = int(loaded.model.get_output_embeddings().weight.shape[0])  # type: ignore[union-attr, arg-type]
+        self.vocab_size = loaded.model.get_output_embeddings().weight.shape[0]  # type: ignore
         self._max_tokens = max_tokens_per_step
         parameters = inspect.signature(type(loaded.model).forward).parameters
         self._keeps_last_logits = "logits_to_keep" in parameters
@@ -47,11 +47,14 @@ class ModelRunner:
         return probe
 
     def capture_routed_experts(self, num_experts: int, top_k: int) -> None:
-        """Hook every router of the target model. Raises ConfigurationError if there is none or one is unknown."""
+        """Hook every router of the target model. Raises ConfigurationError if there is none or one is
+        unknown.
+        """
         routers = find_routers(self.loaded.layers)
         if not routers:
             raise ConfigurationError(
-                f"enable_return_routed_experts: {type(self.model).__name__} has no layer that routes to experts"
+                f"enable_return_routed_experts: {type(self.model).__name__} has no layer that routes to "
+                "experts"
             )
         capture = RowCapture(
             layers=len(self.loaded.layers),
@@ -110,7 +113,9 @@ class ModelRunner:
         return logits
 
     def decode(self, sequences: Rows[Sequence]) -> torch.Tensor:
-        """Put the last token of each sequence through; `sequences[i]` owns slot i. Returns `[len(sequences), vocab]`."""
+        """Put the last token of each sequence through; `sequences[i]` owns slot i. Returns `[len(sequences),
+        vocab]`.
+        """
         tokens = torch.tensor([sequence.last_token for sequence in sequences], device=self.device)
         computed = [sequence.computed for sequence in sequences]
         positions = torch.tensor(computed, device=self.device)

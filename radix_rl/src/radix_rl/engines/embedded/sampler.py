@@ -1,8 +1,9 @@
 """`Sampler`: next tokens of a batch, their log-probabilities, and the supports they were sampled from.
 
-Order of the transforms, as in SGLang: penalties, minimum length, temperature, then top-k, top-p and min-p together on the
-one distribution. A log-probability is that of the distribution sampled from: renormalised over what the truncation kept.
-A greedy token's is that of the untruncated distribution at temperature 1; that of its support, a single token, would be 0.
+Order of the transforms, as in SGLang: penalties, minimum length, temperature, then top-k, top-p and min-p
+together on the one distribution. A log-probability is that of the distribution sampled from: renormalised
+over what the truncation kept. A greedy token's is that of the untruncated distribution at temperature 1; that
+of its support, a single token, would be 0.
 """
 
 import logging

@@ -1,4 +1,6 @@
-"""`Sequence`: one request on its way through the engine. Owned by the worker thread from submission to finish."""
+"""`Sequence`: one request on its way through the engine. Owned by the worker thread from submission to
+finish.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,7 +42,9 @@ class Sequence:
     cache_version: str | None = None
     """Weight version that computed all of the slot; None once two versions did."""
     saved_rows: dict[str, np.ndarray] = field(default_factory=dict)
-    """Replay rows from before a retraction: they stay paired with the log-probabilities of their own forward pass."""
+    """Replay rows from before a retraction: they stay paired with the log-probabilities of their own forward
+    pass.
+    """
     rows: dict[str, np.ndarray] = field(default_factory=dict)
     """Replay rows `[computed, ...]`, set when the sequence finishes."""
     mask_ids: list[np.ndarray] = field(default_factory=list)
@@ -59,12 +63,16 @@ class Sequence:
 
     @property
     def reserved_tokens(self) -> int:
-        """Cache that the longest possible answer takes; the last sampled token never goes through the model."""
+        """Cache that the longest possible answer takes; the last sampled token never goes through the
+        model.
+        """
         return self.prompt_tokens + max(self.request.sampling.max_new_tokens - 1, 0)
 
     @property
     def forwarded_tokens(self) -> int:
-        """Tokens whose replay rows exist: those in the slot, or those saved at a retraction where they are more."""
+        """Tokens whose replay rows exist: those in the slot, or those saved at a retraction where they are
+        more.
+        """
         return max(self.computed, *(len(rows) for rows in self.saved_rows.values()), 0)
 
     def token_range(self, start: int, end: int) -> list[int]:

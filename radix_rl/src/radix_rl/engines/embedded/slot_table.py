@@ -1,7 +1,7 @@
 """`SlotTable`: which running request owns which slot.
 
-Slots [0, num_decoding) decode and slots [num_decoding, len(running)) are still prefilling, without holes, so that each
-group is one contiguous block of every slot tensor.
+Slots [0, num_decoding) decode and slots [num_decoding, len(running)) are still prefilling, without holes, so
+that each group is one contiguous block of every slot tensor.
 """
 
 from radix_rl.engines.embedded.kv_slots import SlotCache, required_stride
@@ -49,7 +49,9 @@ class SlotTable:
         self.num_decoding += count
 
     def remove(self, slot: int) -> None:
-        """Free a slot; other requests move so that no hole remains. Call in descending order to move the least."""
+        """Free a slot; other requests move so that no hole remains. Call in descending order to move the
+        least.
+        """
         hole = slot
         if slot < self.num_decoding:
             self.num_decoding -= 1

@@ -31,9 +31,12 @@ class StepCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`key_states` and `value_states` `[b, heads, S, width]`; returns `[b, heads, key_length, width]` views."""
+        """`key_states` and `value_states` `[b, heads, S, width]`; returns `[b, heads, key_length, width]`
+        views.
+        """
         layer = self._tensors[layer_idx]
-        assert layer.key is not None and layer.value is not None
+        assert layer.key is not None
+        assert layer.value is not None
         step = self._step
         step.store(layer.key, key_states.transpose(1, 2))
         step.store(layer.value, value_states.transpose(1, 2))

@@ -32,7 +32,8 @@ class RequestLimits:
         self._check_outputs(request)
         if request.sampling.stop and not self._has_tokenizer:
             raise RequestError(
-                "stop: the engine has no tokenizer and cannot match stop strings; use stop_token_ids, or set tokenizer_path"
+                "stop: the engine has no tokenizer and cannot match stop strings; use stop_token_ids, or set "
+                "tokenizer_path"
             )
 
     def _check_tokens(self, request: GenerateRequest) -> None:
@@ -46,24 +47,29 @@ class RequestLimits:
         new = request.sampling.max_new_tokens
         if prompt + new > self._context_length:
             raise RequestError(
-                f"{prompt} prompt tokens and max_new_tokens={new} make {prompt + new}, over the context length of "
-                f"{self._context_length}; shorten the prompt or lower max_new_tokens to {max(self._context_length - prompt, 0)}"
+                f"{prompt} prompt tokens and max_new_tokens={new} make {prompt + new}, over the context "
+                "length of "
+                f"{self._context_length}; shorten the prompt or lower max_new_tokens to "
+                f"{max(self._context_length - prompt, 0)}"
             )
         reserved = round_up_tokens(prompt + max(new - 1, 0))
         if reserved > self._kv_cache_tokens:
             raise RequestError(
-                f"{prompt} prompt tokens and max_new_tokens={new} need a cache of {reserved} tokens, but the engine's holds "
+                f"{prompt} prompt tokens and max_new_tokens={new} need a cache of {reserved} tokens, but the "
+                "engine's holds "
                 f"{self._kv_cache_tokens}; raise kv_cache_tokens or lower max_new_tokens"
             )
 
     def _check_outputs(self, request: GenerateRequest) -> None:
         if request.return_routed_experts and "routed_experts" not in self._captured_fields:
             raise RequestError(
-                "return_routed_experts: the engine runs without enable_return_routed_experts; start it with that on"
+                "return_routed_experts: the engine runs without enable_return_routed_experts; start it with "
+                "that on"
             )
         if request.return_indexer_topk and "indexer_topk" not in self._captured_fields:
             raise RequestError(
-                "return_indexer_topk: the engine runs without enable_return_indexer_topk; start it with that on"
+                "return_indexer_topk: the engine runs without enable_return_indexer_topk; start it with that "
+                "on"
             )
         start, prompt = request.routed_experts_start_len, len(request.input_ids)
         if not 0 <= start <= prompt:
@@ -72,7 +78,8 @@ class RequestLimits:
             )
         if request.return_outputs_via_store and not self._has_store:
             raise RequestError(
-                "return_outputs_via_store: the engine runs without an output store; start it with one, or leave this off"
+                "return_outputs_via_store: the engine runs without an output store; start it with one, or "
+                "leave this off"
             )
 
 

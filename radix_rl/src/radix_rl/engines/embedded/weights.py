@@ -1,8 +1,9 @@
 """`WeightUpdater`: new weights arrive in buckets and take effect together at the commit, or not at all.
 
-While an update is open, the weights in force stay untouched and new ones are staged beside them: memory for one more copy
-of the model until the commit, and none afterwards. An engine whose weights were dropped has nothing to protect, so tensors
-go straight into place there. Floating-point tensors are cast to the engine's dtype, whatever they were sent in.
+While an update is open, the weights in force stay untouched and new ones are staged beside them: memory for
+one more copy of the model until the commit, and none afterwards. An engine whose weights were dropped has
+nothing to protect, so tensors go straight into place there. Floating-point tensors are cast to the engine's
+dtype, whatever they were sent in.
 """
 
 import torch
@@ -49,7 +50,9 @@ class WeightUpdater:
         self._pending = version
 
     def update(self, bucket: WeightBucket) -> None:
-        """Take tensors in; the bucket's buffer may be reused afterwards. A refused bucket ends the whole update."""
+        """Take tensors in; the bucket's buffer may be reused afterwards. A refused bucket ends the whole
+        update.
+        """
         if self._pending is None:
             raise EngineStateError("update_weights needs an open update; call begin_weight_update first")
         tensors = list(bucket.tensors())
@@ -82,11 +85,12 @@ class WeightUpdater:
         if tensor.dtype != dtype and not (tensor.dtype.is_floating_point and dtype.is_floating_point):
             return f"{name!r}: expected dtype {dtype}, got {tensor.dtype}"
         key = owner or name
-        if key in self._staged:
-            if owner == name or not torch.equal(self._staged[key], tensor.to(device, dtype)):
-                return f"{name!r} comes twice" + (
-                    "" if owner == name else f", tied to {owner!r} but different"
-                )
+        if key not in self._staged:
+            return None
+        if owner == name or owner is None:
+            return f"{name!r} comes twice"
+        if not torch.equal(self._staged[key], tensor.to(device, dtype)):
+            return f"{name!r} comes twice: it is tied to {owner!r}, but differs"
         return None
 
     def _stage(self, name: str, tensor: torch.Tensor) -> None:
@@ -101,7 +105,9 @@ class WeightUpdater:
             self._staged[owner] = staged
 
     def check_complete(self, version: str) -> None:
-        """Raises WeightUpdateError, ending the update, if weights are missing or the version is not the one begun."""
+        """Raises WeightUpdateError, ending the update, if weights are missing or the version is not the one
+        begun.
+        """
         if self._pending is None:
             raise EngineStateError(
                 "commit_weight_update needs an open update; call begin_weight_update first"

@@ -1,4 +1,6 @@
-"""`Worker`: the thread that owns the model. It runs calls from the event loop between steps, and steps while there is work."""
+"""`Worker`: the thread that owns the model. It runs calls from the event loop between steps, and steps while
+there is work.
+"""
 
 import logging
 import queue
@@ -34,7 +36,9 @@ class Worker:
         self._thread.start()
 
     def call(self, function: Callable[[EngineCore], _T]) -> Future[_T]:
-        """Run `function` on the worker thread, between two steps. Raises EngineDeadError if the worker has ended."""
+        """Run `function` on the worker thread, between two steps. Raises EngineDeadError if the worker has
+        ended.
+        """
         future: Future[_T] = Future()
         with self._lock:
             self.check_alive()

@@ -12,14 +12,20 @@ Record = Callable[[torch.Tensor], None]
 
 
 class RouterAdapter(ABC):
-    """Knows one interface through which MoE layers choose experts. Stateless; one instance serves all models."""
+    """Knows one interface through which MoE layers choose experts. Stateless; one instance serves all
+    models.
+    """
 
     name: ClassVar[str]
 
     @abstractmethod
     def matches(self, module: torch.nn.Module) -> bool:
-        """True if this module's forward call reveals the chosen experts. Exactly one module of a MoE layer must match."""
+        """True if this module's forward call reveals the chosen experts. Exactly one module of a MoE layer
+        must match.
+        """
 
     @abstractmethod
     def attach(self, module: torch.nn.Module, record: Record) -> RemovableHandle:
-        """Hook the module so that every forward call passes its choices to `record`. Must not change any value."""
+        """Hook the module so that every forward call passes its choices to `record`. Must not change any
+        value.
+        """

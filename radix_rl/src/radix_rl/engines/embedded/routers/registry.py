@@ -17,7 +17,9 @@ _LOOKS_LIKE_ROUTING = re.compile(
 
 
 def register_router_adapter(adapter: RouterAdapter) -> None:
-    """Teach the engine a router interface; later adapters are asked first. A name that is taken is refused."""
+    """Teach the engine a router interface; later adapters are asked first. A name that is taken is
+    refused.
+    """
     if adapter.name in router_adapter_names():
         raise ValueError(
             f"router adapter {adapter.name!r} is registered already; known: {router_adapter_names()}"
@@ -32,8 +34,8 @@ def router_adapter_names() -> list[str]:
 def find_routers(layers: torch.nn.ModuleList) -> dict[int, tuple[RouterAdapter, torch.nn.Module]]:
     """Layer number -> its adapter and module, over the decoder layers of the target model only.
 
-    Layers without routing are absent. A layer that seems to route but matches no adapter, or matches twice, is refused:
-    rows with holes would be taken for the truth.
+    Layers without routing are absent. A layer that seems to route but matches no adapter, or matches twice,
+    is refused: rows with holes would be taken for the truth.
     """
     found: dict[int, tuple[RouterAdapter, torch.nn.Module]] = {}
     for index, layer in enumerate(layers):
@@ -43,7 +45,8 @@ def find_routers(layers: torch.nn.ModuleList) -> dict[int, tuple[RouterAdapter, 
         if len(matches) > 1:
             names = [type(module).__name__ for _, module in matches]
             raise ConfigurationError(
-                f"layer {index}: expected one module that tells the chosen experts, got {names}; register an adapter "
+                f"layer {index}: expected one module that tells the chosen experts, got {names}; register an "
+                "adapter "
                 "that matches one of them (docs/engine-embedded.md)"
             )
         if matches:
@@ -52,8 +55,10 @@ def find_routers(layers: torch.nn.ModuleList) -> dict[int, tuple[RouterAdapter, 
         unknown = [type(m).__name__ for m in layer.modules() if _LOOKS_LIKE_ROUTING.search(type(m).__name__)]
         if unknown:
             raise ConfigurationError(
-                f"layer {index}: routed experts were asked for, but no adapter knows the router of {unknown}; known "
-                f"interfaces: {router_adapter_names()}. Write a RouterAdapter and pass it to register_router_adapter "
+                f"layer {index}: routed experts were asked for, but no adapter knows the router of "
+                f"{unknown}; known "
+                f"interfaces: {router_adapter_names()}. Write a RouterAdapter and pass it to "
+                "register_router_adapter "
                 "(docs/engine-embedded.md), or leave enable_return_routed_experts off"
             )
     return found

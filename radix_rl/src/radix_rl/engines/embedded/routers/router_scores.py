@@ -1,6 +1,7 @@
 """Routers that return a score for every expert, 0 where not chosen: `(scores [tokens, experts], logits)`.
 
-Llama 4 multiplies by these scores instead of passing ids on; the chosen experts are those of the largest logits.
+Llama 4 multiplies by these scores instead of passing ids on; the chosen experts are those of the largest
+logits.
 """
 
 from typing import Any, ClassVar
