@@ -1,0 +1,116 @@
+"""Token losses, corrections and reductions against numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from radix_rl.config.algorithm import (
+    CispoLossConfig,
+    DapoLossConfig,
+    GspoLossConfig,
+    MaskedCorrectionConfig,
+    NoCorrectionConfig,
+    PpoClipLossConfig,
+    TruncatedCorrectionConfig,
+)
+from radix_rl.train.correction import correction_weights
+from radix_rl.train.losses import kl_to_reference, policy_loss
+from radix_rl.train.reduction import loss_scales
+
+
+def logs(*ratios):
+    """New and old log-probabilities `[1, t]` with these ratios."""
+    new = torch.tensor([[math.log(ratio) for ratio in ratios]], requires_grad=True)
+    return new, torch.zeros(1, len(ratios))
+
+
+def run(config, ratios, advantages, mask=None):
+    new, old = logs(*ratios)
+    mask = torch.ones_like(old) if mask is None else torch.tensor([mask])
+    losses = policy_loss(config, new, old, torch.tensor([advantages]), mask)
+    (losses.loss_bt * mask).sum().backward()
+    return losses, new.grad
+
+
+def test_ppo_clips_where_the_ratio_would_help_beyond_the_bounds():
+    # Advantage +1: 1.5 is clipped to 1.2, 0.5 is not. Advantage -1: 0.5 is clipped to 0.8, 1.5 is not.
+    losses, grad = run(PpoClipLossConfig(), [1.5, 0.5, 0.5, 1.5], [1.0, 1.0, -1.0, -1.0])
+    torch.testing.assert_close(losses.loss_bt, torch.tensor([[-1.2, -0.5, 0.8, 1.5]]))
+    assert losses.clipped_bt.tolist() == [[1, 0, 1, 0]]
+    torch.testing.assert_close(grad, torch.tensor([[0.0, -0.5, 0.0, 1.5]]))
+
+
+def test_dapo_has_the_higher_upper_bound():
+    losses, _ = run(DapoLossConfig(), [1.25, 1.5, 0.7], [1.0, 1.0, -1.0])
+    torch.testing.assert_close(losses.loss_bt, torch.tensor([[-1.25, -1.28, 0.8]]))
+    assert losses.clipped_bt.tolist() == [[0, 1, 1]]
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens_that_became_likely():
+    losses, grad = run(PpoClipLossConfig(dual_clip=3.0), [5.0, 2.0, 5.0], [-2.0, -2.0, 2.0])
+    torch.testing.assert_close(losses.loss_bt, torch.tensor([[6.0, 4.0, -2.4]]))
+    assert losses.clipped_bt.tolist() == [[1, 0, 1]]
+    torch.testing.assert_close(grad, torch.tensor([[0.0, 4.0, 0.0]]))
+
+
+def test_gspo_gives_every_token_the_geometric_mean_of_the_sequences_ratios():
+    # Ratios 2 and 8 have the geometric mean 4; the masked token counts for nothing.
+    losses, grad = run(GspoLossConfig(clip_high=9.0), [2.0, 8.0, 100.0], [1.0] * 3, mask=[1.0, 1.0, 0.0])
+    torch.testing.assert_close(losses.ratio_bt[:, :2], torch.tensor([[4.0, 4.0]]))
+    torch.testing.assert_close(grad, torch.tensor([[-4.0, -4.0, 0.0]]))
+    clipped, grad = run(GspoLossConfig(), [1.1, 1.1], [1.0, 1.0])
+    torch.testing.assert_close(clipped.loss_bt, torch.full((1, 2), -1.0004))
+    assert grad.abs().max() == 0
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    losses, grad = run(CispoLossConfig(clip_low=0.5, clip_high=1.0), [4.0, 0.1, 1.5], [1.0, -1.0, 2.0])
+    # The gradient of -weight * advantage * logprob is -weight * advantage.
+    torch.testing.assert_close(grad, torch.tensor([[-2.0, 0.5, -3.0]]))
+    assert losses.clipped_bt.tolist() == [[1, 1, 0]]
+
+
+def test_at_ratio_one_every_loss_has_the_policy_gradient():
+    for config in (PpoClipLossConfig(), DapoLossConfig(), GspoLossConfig(), CispoLossConfig()):
+        _, grad = run(config, [1.0, 1.0], [0.5, -2.0])
+        torch.testing.assert_close(grad, torch.tensor([[-0.5, 2.0]]))
+
+
+def test_kl_to_the_reference_is_k3():
+    policy, reference = torch.tensor([[0.0, -1.0]]), torch.tensor([[0.0, -1.0 + math.log(2)]])
+    torch.testing.assert_close(kl_to_reference(policy, reference), torch.tensor([[0.0, 1 - math.log(2)]]))
+
+
+OLD = torch.log(torch.tensor([[4.0, 1.0, 0.25]]))
+ROLLOUT = torch.zeros(1, 3)
+ONES = torch.ones(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (NoCorrectionConfig(), [1.0, 1.0, 1.0]),
+        (TruncatedCorrectionConfig(high=2.0), [2.0, 1.0, 0.25]),
+        (MaskedCorrectionConfig(low=0.5, high=2.0), [0.0, 1.0, 0.0]),
+        # The whole response's weight is 4 * 1 * 0.25 = 1.
+        (TruncatedCorrectionConfig(level="sequence", high=0.5), [0.5, 0.5, 0.5]),
+        (MaskedCorrectionConfig(level="sequence", low=0.5, high=2.0), [1.0, 1.0, 1.0]),
+    ],
+)
+def test_correction_weights_are_bounded_probability_quotients(config, expected):
+    torch.testing.assert_close(correction_weights(config, OLD, ROLLOUT, ONES), torch.tensor([expected]))
+
+
+def test_sequence_weights_leave_masked_tokens_out():
+    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    weights = correction_weights(TruncatedCorrectionConfig(level="sequence", high=9.0), OLD, ROLLOUT, mask)
+    torch.testing.assert_close(weights[:, :2], torch.full((1, 2), 4.0))
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [("token_mean", [1 / 6, 0, 1 / 6]), ("sequence_mean", [1 / 4, 0, 1 / 8]), ("constant", [1 / 30, 0, 1 / 30])],
+)
+def test_scales_divide_by_what_counts_after_masks(reduction, expected):
+    assert loss_scales([2, 0, 4], reduction, max_new_tokens=10) == pytest.approx(expected)
