@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Self
 
+import numpy as np
+
 from radix_transfer_plugins.backends.base import Backend, BackendStats, Lease, ObjectInfo
 from radix_transfer_plugins.backends.lease import ViewLease
 from radix_transfer_plugins.backends.shared_memory import layout
@@ -26,6 +28,10 @@ from radix_transfer_plugins.errors import (
 
 # Below this, copying an object costs less than mapping and unmapping it.
 _MIN_MAPPED_BYTES = 1 << 17
+# Above this, a mapping is filled page by page as it is read.
+_MAX_POPULATED_BYTES = 1 << 26
+_MIN_SPARSE_BYTES = 1 << 28
+_SPARSE_BLOCK_BYTES = 1 << 20
 _KEYS_PER_LOCK = 256
 
 
@@ -137,7 +143,9 @@ class SharedMemoryBackend(Backend):
                 )
 
     def stats(self) -> BackendStats:
-        usage = self._space.usage
+        space = self._space
+        space.settle()
+        usage = space.usage
         return BackendStats(usage.objects, usage.used_bytes, self.config.capacity_bytes)
 
     def close(self) -> None:
@@ -149,7 +157,8 @@ class SharedMemoryBackend(Backend):
     def _try_put(self, values: Sequence[tuple[str, memoryview]], num_bytes: int) -> bool:
         """False: no room now, and nothing of the attempt holds memory."""
         space = self._space
-        if not space.reserve(num_bytes, self.config.capacity_bytes):
+        # Asked first: filling a tmpfs to its last page takes memory that the whole machine shares.
+        if num_bytes > self._free_bytes() or not space.reserve(num_bytes, self.config.capacity_bytes):
             return False
         drafts: list[Draft] = []
         try:
@@ -210,10 +219,14 @@ class SharedMemoryBackend(Backend):
             self._space.settle()
         return None
 
+    def _free_bytes(self) -> int:
+        disk = os.fstatvfs(self._space.objects)
+        return disk.f_bavail * disk.f_frsize
+
     def _full(self, num_bytes: int) -> StoreFullError:
         usage = self._space.usage
         disk = os.statvfs(self.config.path)
-        free_on_disk = disk.f_bavail * disk.f_frsize
+        free_on_disk = self._free_bytes()
         capacity = self.config.capacity_bytes
         if capacity is None:
             free, limit = free_on_disk, f"tmpfs of {disk.f_blocks * disk.f_frsize} bytes"
@@ -235,9 +248,24 @@ def _lost(keys: Sequence[str]) -> ObjectLostError:
 
 
 def _write(file: int, head: bytes, value: memoryview) -> None:
+    if len(value) >= _MIN_SPARSE_BYTES:
+        os.write(file, head)
+        _write_sparse(file, len(head), value)
+        return
     written = os.writev(file, [head, value]) - len(head)
-    while written < len(value):  # One call writes at most 2 GiB.
+    while written < len(value):
         written += os.write(file, value[written:])
+
+
+def _write_sparse(file: int, offset: int, value: memoryview) -> None:
+    """Blocks of zeros become holes, which take no memory until they are read through a mapping."""
+    os.ftruncate(file, offset + len(value))
+    for start in range(0, len(value), _SPARSE_BLOCK_BYTES):
+        block = value[start : start + _SPARSE_BLOCK_BYTES]
+        if np.frombuffer(block, np.uint8).any():
+            written = 0
+            while written < len(block):
+                written += os.pwrite(file, block[written:], offset + start + written)
 
 
 def _view(file: int, key: str) -> memoryview:
@@ -248,7 +276,8 @@ def _view(file: int, key: str) -> memoryview:
         data: bytes | mmap.mmap = os.pread(file, file_bytes, 0)
     else:
         try:
-            data = mmap.mmap(file, file_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            populate = mmap.MAP_POPULATE if file_bytes <= _MAX_POPULATED_BYTES else 0
+            data = mmap.mmap(file, file_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED | populate)
         except OSError as error:
             raise StoreUnavailableError(
                 f"shared_memory: cannot map {key!r} ({file_bytes} bytes): {error.strerror}; release views "

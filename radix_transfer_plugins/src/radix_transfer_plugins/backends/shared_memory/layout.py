@@ -6,10 +6,11 @@
   clients/<id>         bytes that one process reserved and has not published; flocked while it lives
   objects/<name>       one per object: header, key, padding to 64 bytes, payload
 
-A batch of several keys is published under the lock: journal LINKING, names appear with PENDING headers,
+A batch of several keys is published under the lock: journal CHANGING, names appear with PENDING headers,
 journal COMMITTED (the commit point, one store), headers become VISIBLE, journal IDLE. Who takes the lock and
 finds the journal not IDLE follows a killed process, and rolls forward or back; who meets a PENDING header
-takes the lock first, then looks again.
+takes the lock first, then looks again. Single objects are visible as soon as they are named; they and
+removals use the journal for the sake of the accounting.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ _MAX_PLAIN_NAME = 180
 USAGE = struct.Struct("<8sQQQ")
 """magic, journal state, bytes (reserved ones too), objects."""
 RESERVED = struct.Struct("<Q")
-IDLE, LINKING, COMMITTED = range(3)
+IDLE, CHANGING, COMMITTED = range(3)
 
 
 class Header(NamedTuple):

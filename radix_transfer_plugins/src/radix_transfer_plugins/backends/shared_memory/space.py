@@ -84,8 +84,9 @@ class Space:
                 self._recount()
                 if self.usage.used_bytes + num_bytes > capacity_bytes:
                     return False
-            self._set_usage(add_bytes=num_bytes)
+            # In this order, here and in `cancel`: a kill in between leaves a reservation to reclaim.
             self._add_reserved(num_bytes)
+            self._set_usage(add_bytes=num_bytes)
         return True
 
     def cancel(self, num_bytes: int) -> None:
@@ -100,17 +101,26 @@ class Space:
         """Give every draft its name, or none; turns the reservation of `num_bytes` into use. Raises
         KeyExistsError.
         """
-        with self._locked():
-            if len(drafts) == 1:
-                self._link(drafts[0])
-            else:
-                self._publish_batch(drafts)
+        with self._locked(), self._changing():
+            linked: list[str] = []
+            try:
+                for draft in drafts:
+                    self._link(draft)
+                    linked.append(layout.object_name(draft.key))
+            except BaseException:
+                for name in linked:
+                    os.unlink(name, dir_fd=self.objects)
+                raise
+            if len(drafts) > 1:
+                self._set_usage(journal=layout.COMMITTED)
+                for draft in drafts:
+                    os.pwrite(draft.file, layout.VISIBLE.to_bytes(8, "little"), layout.VISIBILITY_OFFSET)
             self._set_usage(add_objects=len(drafts))
             self._add_reserved(-num_bytes)
 
     def remove(self, keys: Sequence[str]) -> None:
         """Unlink; mappings of readers stay valid. Absent keys are no error."""
-        with self._locked():
+        with self._locked(), self._changing():
             for key in keys:
                 name = layout.object_name(key)
                 try:
@@ -177,22 +187,14 @@ class Space:
                 f"shared_memory: key {draft.key!r} is taken; a put never overwrites"
             ) from None
 
-    def _publish_batch(self, drafts: Sequence[Draft]) -> None:
-        self._set_usage(journal=layout.LINKING)
-        linked: list[str] = []
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Whoever takes the lock after a kill in here counts again."""
+        self._set_usage(journal=layout.CHANGING)
         try:
-            for draft in drafts:
-                self._link(draft)
-                linked.append(layout.object_name(draft.key))
-        except BaseException:
-            for name in linked:
-                os.unlink(name, dir_fd=self.objects)
+            yield
+        finally:
             self._set_usage(journal=layout.IDLE)
-            raise
-        self._set_usage(journal=layout.COMMITTED)
-        for draft in drafts:
-            os.pwrite(draft.file, layout.VISIBLE.to_bytes(8, "little"), layout.VISIBILITY_OFFSET)
-        self._set_usage(journal=layout.IDLE)
 
     def _recount(self) -> None:
         """Finish or undo what a killed process was publishing, and count again; reads every header."""
