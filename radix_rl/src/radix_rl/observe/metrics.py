@@ -1,40 +1,13 @@
-"""`metrics.jsonl`: one JSON object a step, on disk before the next step begins."""
+"""`metrics.jsonl`: one JSON object a step."""
 
-import logging
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from radix_rl.errors import DataError
-from radix_rl.observe.trackers.base import Tracker
-
-logger = logging.getLogger(__name__)
 
 FILE_NAME = "metrics.jsonl"
-
-
-class JsonLinesTracker(Tracker):
-    """Appends, so that a resumed run goes on in the same file. Values that are not finite become null: JSON
-    has no NaN."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(path)
-        self._file = path.open("ab")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        odd = [name for name, value in metrics.items() if not math.isfinite(value)]
-        if odd:
-            logger.warning("step %d: not finite, written as null: %s", step, ", ".join(odd))
-        record = {"step": step} | {name: None if name in odd else value for name, value in metrics.items()}
-        self._file.write(msgspec.json.encode(record) + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -53,14 +26,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path}, line {number}: not a record of metrics: {error}") from error
     return [records[step] for step in sorted(records)]
-
-
-def _drop_torn_line(path: Path) -> None:
-    """What a crash left after the last newline would make a broken line of the next record."""
-    if not path.is_file():
-        return
-    data = path.read_bytes()
-    end = data.rfind(b"\n") + 1
-    if end < len(data):
-        with path.open("rb+") as file:
-            file.truncate(end)

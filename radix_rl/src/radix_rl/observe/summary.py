@@ -1,13 +1,47 @@
 """`summary.json`: the figures of a finished run."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
 
 FILE_NAME = "summary.json"
+
+Record = Mapping[str, Any]
+"""One step's metrics, as `read_metrics` gives them."""
+
+_COMPARED = {
+    "gap_with_replay": "gap/mean_abs_with_replay",
+    "gap_without_replay": "gap/mean_abs_without_replay",
+    "k3_with_replay": "gap/k3_with_replay",
+    "k3_without_replay": "gap/k3_without_replay",
+}
+
+
+def summarize(records: Sequence[Record]) -> dict[str, float]:
+    """What a run's metrics come to; a figure that was never measured is left out.
+
+    Gaps are means over the steps that measured both sides, so that with and without replay are compared on
+    the same samples. Bytes are sums over all steps, for the replay part of the answers.
+    """
+    accuracy = _values(records, "eval/accuracy")
+    summary: dict[str, float] = {"steps": float(max((record["step"] for record in records), default=0))}
+    if accuracy:
+        summary |= {"accuracy_before": accuracy[0], "accuracy_after": accuracy[-1]}
+    compared = [
+        record for record in records if all(record.get(name) is not None for name in _COMPARED.values())
+    ]
+    of_one_side = {name: _values(compared or records, metric) for name, metric in _COMPARED.items()}
+    summary |= {name: fmean(values) for name, values in of_one_side.items() if values}
+    if disagreement := _values(records, "replay/router_disagreement"):
+        summary["router_disagreement"] = fmean(disagreement)
+    for name in ("response_bytes_inline", "response_bytes_store"):
+        if sizes := _values(records, f"rollout/{name}"):
+            summary[name] = sum(sizes)
+    return summary
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
@@ -23,3 +57,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     """Empty while a run has none."""
     path = run_dir / FILE_NAME
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
+
+
+def _values(records: Sequence[Record], name: str) -> list[float]:
+    return [record[name] for record in records if record.get(name) is not None]

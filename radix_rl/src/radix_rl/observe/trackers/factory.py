@@ -5,8 +5,9 @@ from contextlib import ExitStack
 
 from radix_rl.config import RunConfig
 from radix_rl.config.observe import TensorboardTrackerConfig, TrackerConfig
-from radix_rl.observe.metrics import FILE_NAME, JsonLinesTracker
+from radix_rl.observe.metrics import FILE_NAME
 from radix_rl.observe.trackers.base import Tracker
+from radix_rl.observe.trackers.json_lines import JsonLinesTracker
 
 
 class TrackerGroup(Tracker):
