@@ -211,7 +211,7 @@ def test_positions_scratch_memory_is_bounded_for_long_contexts(monkeypatch):
 
 
 def test_codec_errors_tell_the_row_and_the_remedy():
-    with pytest.raises(CodecError, match="position 5 may hold positions from -1 to 5.*start_row"):
+    with pytest.raises(CodecError, match=r"position 5 may hold positions from -1 to 5.*start_row"):
         PositionsCodec().encode(np.array([[[0, 6]]], np.int32), 5)
     with pytest.raises(CodecError, match=r"ids in \[-1, 8\), got values from 0 to 8"):
         NarrowCodec(8).encode(np.array([0, 8], np.int32), 0)
