@@ -15,6 +15,7 @@ def create_environment(config: EnvironmentConfig, tokenizer: Any, *, seed: int =
             return ArithmeticEnvironment(
                 tokenizer,
                 max_operand=config.max_operand,
+                carry_share=config.carry_share,
                 num_eval_problems=config.num_eval_problems,
                 seed=seed,
             )
