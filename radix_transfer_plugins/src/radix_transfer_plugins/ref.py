@@ -15,7 +15,7 @@ import numpy as np
 from radix_transfer_plugins.codecs.base import Codec
 from radix_transfer_plugins.errors import ConfigError, RefError
 from radix_transfer_plugins.keys import KEY_RULE, is_field_name, is_key
-from radix_transfer_plugins.registry import backend_names, codec_names, get_codec
+from radix_transfer_plugins.registry import backend_names, codec_names, get_codec, knows_backend, knows_codec
 
 REF_VERSION = 1
 DTYPES = (
@@ -88,7 +88,7 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def make_codec(self) -> Codec:
         """The codec that decodes this field. Raises RefError."""
-        if self.codec not in codec_names():
+        if not knows_codec(self.codec):
             raise _problem(
                 f"unknown codec {_show(self.codec)}; known codecs: {', '.join(codec_names())}", ".codec"
             )
@@ -114,7 +114,7 @@ class StoreRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         _check_version(self.version)
-        if self.backend not in backend_names():
+        if not knows_backend(self.backend):
             known = ", ".join(backend_names())
             raise _problem(f"unknown backend {_show(self.backend)}; known backends: {known}", ".backend")
         if not is_key(self.key):

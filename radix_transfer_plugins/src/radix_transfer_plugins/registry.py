@@ -39,7 +39,7 @@ class _Registry(Generic[T]):
                 f"expected a {self._base.__name__} class with a name, got {cls!r} (name {name!r})"
             )
         with self._lock:
-            if name in self._classes or name in self._sources():
+            if self.knows(name):
                 if self._classes.get(name) is cls:
                     return cls
                 raise ConfigError(
@@ -53,6 +53,10 @@ class _Registry(Generic[T]):
             if name not in self._classes:
                 self._classes[name] = self._load(name)
             return self._classes[name]
+
+    def knows(self, name: str) -> bool:
+        with self._lock:
+            return name in self._classes or name in self._sources()
 
     def names(self) -> list[str]:
         with self._lock:
@@ -128,7 +132,16 @@ def backend_names() -> list[str]:
 
 
 def codec_names() -> list[str]:
+    """Every codec that a reference may name, without importing any of them."""
     return _codecs.names()
+
+
+def knows_backend(name: str) -> bool:
+    return _backends.knows(name)
+
+
+def knows_codec(name: str) -> bool:
+    return _codecs.knows(name)
 
 
 def get_codec(name: str) -> type[Codec]:
