@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence as Rows
 
 import numpy as np
+import torch
 
 from radix_rl.engines.base import PauseMode
 from radix_rl.engines.embedded.finish import FinishCheck
@@ -188,6 +189,7 @@ class EngineCore:
             and bool(self.waiting or self.slots.running)
         )
 
+    @torch.inference_mode()
     def step(self) -> None:
         self._clear_non_finite()
         while self.waiting and self.slots.try_add(self.waiting[0]):

@@ -1,0 +1,229 @@
+"""Captured choices equal a full forward pass for every router and indexer interface, and unknown ones are refused."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+from radix_rl.engines.embedded.routers import registry
+from radix_rl.engines.embedded.routers.base import RouterAdapter
+from radix_rl.errors import ConfigurationError
+
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+GQA = COMMON | {"num_key_value_heads": 2, "head_dim": 16}
+MLA = COMMON | {
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+DSA = MLA | {"index_topk": 6, "index_n_heads": 2, "index_head_dim": 32, "n_group": 1}
+
+FAMILIES = {
+    "Mixtral": GQA | {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "Olmoe": COMMON | {"intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 4},
+    "Qwen2Moe": GQA
+    | {
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "DeepseekV2": MLA | {"topk_method": "greedy"},
+    "DeepseekV3": MLA,
+    "Glm4Moe": GQA
+    | {
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "GptOss": GQA
+    | {
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "MiniMaxM2": GQA | {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "GraniteMoe": GQA | {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "DeepseekV32": DSA,
+    "GlmMoeDsa": DSA | {"indexer_types": ["full", "shared", "full"]},
+}
+
+
+@pytest.fixture
+def family():
+    def make(name: str) -> tf.PreTrainedModel:
+        torch.manual_seed(1)
+        model = getattr(tf, f"{name}ForCausalLM")(getattr(tf, f"{name}Config")(**FAMILIES[name]))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.15)
+        return model.eval()
+
+    return make
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_rows_of_a_family_equal_one_full_forward(name, family, engine_of, prompt, request_of, check_against):
+    model = family(name)
+    requests = [
+        request_of(str(i), prompt(1 + 17 * i, i), max_new_tokens=12, seed=i, return_routed_experts=True)
+        for i in range(5)
+    ]
+    async with engine_of(model) as engine:
+        outputs = await asyncio.gather(*[engine.generate(request) for request in requests])
+    for request, output in zip(requests, outputs, strict=True):
+        check_against(model, request, output)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa"])
+async def test_indexer_rows_equal_one_full_forward_in_request_positions(
+    name, family, engine_of, prompt, request_of
+):
+    model = family(name)
+    requests = [
+        request_of(str(i), prompt(1 + 17 * i, i), max_new_tokens=12, seed=i, return_indexer_topk=True)
+        for i in range(5)
+    ]
+    async with engine_of(model, enable_return_indexer_topk=True) as engine:
+        outputs = await asyncio.gather(*[engine.generate(request) for request in requests])
+    indexers = [m for m in model.modules() if type(m).__name__.endswith("Indexer")]
+    assert len(indexers) == (3 if name == "DeepseekV32" else 2)
+    for request, output in zip(requests, outputs, strict=True):
+        kept: dict[int, torch.Tensor] = {}
+        handles = [
+            indexer.register_forward_hook(lambda _m, _a, out, i=i: kept.__setitem__(i, out[0]))
+            for i, indexer in enumerate(indexers)
+        ]
+        ids = torch.tensor([[*request.input_ids, *output.output_ids]])
+        with torch.no_grad():
+            model(input_ids=ids)
+        for handle in handles:
+            handle.remove()
+        rows = output.outputs.indexer_topk
+        assert rows.shape == (ids.shape[1] - 1, len(indexers), 6)
+        for position in range(len(rows)):
+            for i in kept:
+                expected = sorted(p for p in kept[i][position].tolist() if p <= position)
+                got = rows[position, i].tolist()
+                assert got == expected + [-1] * (6 - len(expected))
+
+
+async def test_dense_model_with_capture_is_refused(engine_of):
+    config = tf.LlamaConfig(**GQA, intermediate_size=64)
+    with pytest.raises(ConfigurationError, match="enable_return_routed_experts"):
+        async with engine_of(tf.LlamaForCausalLM(config)):
+            pass
+
+
+async def test_layers_with_a_recurrent_state_are_refused(engine_of):
+    config = tf.Qwen3NextConfig(
+        **GQA, intermediate_size=64, layer_types=["linear_attention", "full_attention", "full_attention"]
+    )
+    with pytest.raises(ConfigurationError, match="linear_attention"):
+        async with engine_of(tf.Qwen3NextForCausalLM(config), enable_return_routed_experts=False):
+            pass
+
+
+class StrangeRouter(torch.nn.Linear):
+    """Picks experts in a way that nobody has an adapter for."""
+
+
+class StrangeMlp(torch.nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.router = StrangeRouter(hidden, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        best = self.router(x).max(dim=-1, keepdim=True)
+        return x * best.values
+
+
+@pytest.fixture
+def strange_model(qwen3_moe):
+    torch.manual_seed(0)
+    for layer in qwen3_moe.model.layers:
+        layer.mlp = StrangeMlp(64)
+    return qwen3_moe
+
+
+async def test_unknown_router_is_refused_only_where_capture_is_on(strange_model, engine_of, prompt, request_of):
+    with pytest.raises(ConfigurationError, match=r"StrangeRouter.*register_router_adapter"):
+        async with engine_of(strange_model):
+            pass
+    async with engine_of(strange_model, enable_return_routed_experts=False) as engine:
+        assert len((await engine.generate(request_of("a", prompt(4, 1), max_new_tokens=2))).output_ids) == 2
+
+
+async def test_registered_adapter_teaches_a_new_router(strange_model, engine_of, prompt, request_of, monkeypatch):
+    class StrangeAdapter(RouterAdapter):
+        name = "strange"
+
+        def matches(self, module):
+            return isinstance(module, StrangeRouter)
+
+        def attach(self, module, record):
+            return module.register_forward_hook(
+                lambda _m, _a, scores: record(scores.reshape(-1, 4).argmax(-1, keepdim=True))
+            )
+
+    monkeypatch.setattr(registry, "_ADAPTERS", list(registry._ADAPTERS))
+    registry.register_router_adapter(StrangeAdapter())
+    with pytest.raises(ValueError, match="'strange' is registered already"):
+        registry.register_router_adapter(StrangeAdapter())
+    async with engine_of(strange_model) as engine:
+        request = request_of("a", prompt(4, 1), max_new_tokens=2, return_routed_experts=True)
+        rows = (await engine.generate(request)).outputs.routed_experts
+    assert rows.shape == (5, 3, 2)
+    assert (rows[:, :, 0] >= 0).all()
+    # The configuration promises two experts a token; this router picks one.
+    assert (rows[:, :, 1] == -1).all()
+
+
+async def test_prediction_modules_beside_the_decoder_do_not_write_rows(
+    qwen3_moe, engine_of, prompt, request_of, check_against
+):
+    import copy
+
+    drafting = copy.deepcopy(qwen3_moe)
+    drafting.mtp = torch.nn.ModuleList([copy.deepcopy(drafting.model.layers[1])])
+    drafting.mtp[0].mlp.gate.weight.data.mul_(-1.0)
+
+    def draft(_module, _args, output):
+        drafting.mtp[0].mlp(torch.randn(1, output.logits.shape[0], 64))
+
+    drafting.register_forward_hook(draft)
+    request = request_of("a", prompt(20, 1), max_new_tokens=10, return_routed_experts=True)
+    async with engine_of(drafting) as engine:
+        output = await engine.generate(request)
+    check_against(qwen3_moe, request, output)
+    assert np.array_equal(output.outputs.routed_experts[:, 0], np.full((29, 2), -1))
