@@ -13,6 +13,7 @@ import msgspec
 
 _STYLE = {
     "axes.edgecolor": "#9aa3ad",
+    "axes.axisbelow": True,
     "axes.grid": True,
     "axes.labelcolor": "#3b444d",
     "axes.spines.right": False,
@@ -132,7 +133,8 @@ def draw(plot: Plot, records: Sequence[Mapping[str, Any]]) -> str | None:
         axes.set_ylabel(plot.unit)
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         if len(series) > 1:
-            axes.legend(loc="best", fontsize=8)
+            # Above the plot, where it never hides what is drawn.
+            axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(len(series), 3), fontsize=8)
         return _svg(figure, plot.title)
 
 

@@ -1,0 +1,102 @@
+"""metrics.jsonl and its readers; trackers; progress."""
+
+import io
+import json
+import logging
+import math
+import sys
+
+import pytest
+from rich.console import Console
+
+from radix_rl.config import parse_config
+from radix_rl.errors import ConfigurationError, DataError
+from radix_rl.observe.metrics import read_metrics
+from radix_rl.observe.progress import RunProgress
+from radix_rl.observe.trackers import create_trackers
+from radix_rl.observe.trackers.json_lines import JsonLinesTracker
+
+
+@pytest.fixture
+def configure(tmp_path):
+    def build(*trackers):
+        table = {
+            "output_dir": str(tmp_path / "run"),
+            "model": {"path": str(tmp_path)},
+            "environment": {"type": "arithmetic"},
+            "train": {"steps": 1},
+            "observe": {"trackers": list(trackers)},
+        }
+        return parse_config(table, source="test")
+
+    return build
+
+
+def test_each_step_is_on_disk_before_the_next(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with JsonLinesTracker(path) as tracker:
+        tracker.log(0, {"a": 1.5})
+        assert read_metrics(path) == [{"step": 0, "a": 1.5}]
+        tracker.log(1, {"a": 2.0})
+        assert read_metrics(path) == [{"step": 0, "a": 1.5}, {"step": 1, "a": 2.0}]
+
+
+def test_values_that_are_not_finite_become_null_and_are_told(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    with JsonLinesTracker(path) as tracker, caplog.at_level(logging.WARNING):
+        tracker.log(3, {"a": math.nan, "b": math.inf, "c": 1.0})
+    assert json.loads(path.read_text()) == {"step": 3, "a": None, "b": None, "c": 1.0}
+    assert "a, b" in caplog.text
+
+
+def test_a_resumed_run_goes_on_after_a_torn_line_and_its_steps_count_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step":0,"a":1}\n{"step":1,"a":2}\n{"step":2,"a"')
+    assert [record["step"] for record in read_metrics(path)] == [0, 1]
+    with JsonLinesTracker(path) as tracker:
+        tracker.log(1, {"a": 5.0})
+        tracker.log(2, {"a": 6.0})
+    assert read_metrics(path) == [{"step": 0, "a": 1}, {"step": 1, "a": 5.0}, {"step": 2, "a": 6.0}]
+
+
+@pytest.mark.parametrize("line", ["{broken", "[1]", '{"a": 1}', '{"step": "x"}'])
+def test_a_broken_line_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step":0}}\n{line}\n{{"step":1}}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2"):
+        read_metrics(path)
+
+
+def test_every_run_has_json_lines_and_the_configured_trackers_besides(configure):
+    config = configure({"type": "tensorboard"})
+    with create_trackers(config) as trackers:
+        trackers.log(1, {"train/loss": 0.5})
+    assert read_metrics(config.output_dir / "metrics.jsonl") == [{"step": 1, "train/loss": 0.5}]
+    assert list((config.output_dir / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_a_tracker_that_is_not_installed_names_its_extra(configure, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'radix-rl\[wandb\]'"):
+        create_trackers(configure({"type": "wandb", "project": "p"}))
+
+
+def test_off_a_terminal_progress_is_one_plain_line_a_step():
+    text = io.StringIO()
+    with RunProgress("demo", 2, console=Console(file=text, width=40)) as progress:
+        progress.update(1, {"rollout/reward_mean": 0.25, "eval/accuracy": 0.5})
+        progress.update(2, {"rollout/reward_mean": 0.75})
+    lines = text.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("demo: step 1/2  reward 0.250  accuracy 0.500")
+    assert lines[1].startswith("demo: step 2/2  reward 0.750  accuracy 0.500")
+    assert "\x1b" not in text.getvalue()
+
+
+def test_on_a_terminal_progress_is_a_bar():
+    text = io.StringIO()
+    console = Console(file=text, width=160, force_terminal=True)
+    with RunProgress("demo", 4, first_step=1, console=console) as progress:
+        progress.update(3, {"rollout/reward_mean": 0.25})
+    assert "3/4" in text.getvalue()
+    assert "demo: step" not in text.getvalue()
