@@ -1,4 +1,4 @@
-"""`Client`: the native Mooncake client, set up with a deadline and closed safely."""
+"""`Client`: the native Mooncake client, set up and closed safely."""
 
 import contextlib
 import ctypes
@@ -6,7 +6,6 @@ import importlib
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,10 @@ from radix_transfer_plugins.backends.mooncake import status
 from radix_transfer_plugins.backends.mooncake.config import Address, MooncakeConfig
 from radix_transfer_plugins.errors import ConfigError, StoreUnavailableError
 
-_PROBE_TIMEOUT_S = 3.0
+_PROBE_TIMEOUT_S = 2.0
+# Request header of the master's RPC protocol (coro_rpc: a magic byte, then zeros): a call of a function that
+# does not exist, which a master answers at once with a header of its own.
+_UNKNOWN_CALL = b"\x15" + bytes(19)
 _CLOSE_TIMEOUT_S = 60.0
 
 
@@ -95,16 +97,33 @@ def address_of(buffer: memoryview) -> int:
 
 
 def probe(master: Address) -> str:
-    """This machine's address towards the master. Raises StoreUnavailableError within 3 seconds."""
+    """This machine's address towards the master. Raises StoreUnavailableError within 5 seconds.
+
+    The client's set-up retries for minutes what cannot work, and holds the GIL while it does, so a master
+    that is not there, is stopped, or is something else must be found out before.
+    """
+    remedy = (
+        f"Start one with `mooncake_master --rpc_port={master.port}`, or correct master_server_address (the "
+        "port of "
+        "--rpc_port, not of --metrics_port)"
+    )
     try:
         with socket.create_connection((master.host, master.port), _PROBE_TIMEOUT_S) as connection:
-            return connection.getsockname()[0]
-    except OSError as error:
+            connection.settimeout(_PROBE_TIMEOUT_S)
+            connection.sendall(_UNKNOWN_CALL)
+            answer = connection.recv(1)
+            address = connection.getsockname()[0]
+    except TimeoutError as error:
         raise StoreUnavailableError(
-            f"mooncake: no master at {master}: {error}. Start one with `mooncake_master "
-            f"--rpc_port={master.port}`, or correct "
-            "master_server_address"
+            f"mooncake: nothing at {master} answered as a master within {_PROBE_TIMEOUT_S:g} s; it may be "
+            "stopped. "
+            f"{remedy}"
         ) from error
+    except OSError as error:
+        raise StoreUnavailableError(f"mooncake: no master at {master}: {error}. {remedy}") from error
+    if answer != _UNKNOWN_CALL[:1]:
+        raise StoreUnavailableError(f"mooncake: what listens at {master} is no master. {remedy}")
+    return address
 
 
 def _import_client() -> Any:
@@ -123,53 +142,26 @@ def _import_client() -> Any:
 
 
 def _set_up(native: Any, config: MooncakeConfig) -> Any:
-    """Set the client up within the deadline.
-
-    The client retries for minutes what cannot work, and its call cannot be interrupted, so it runs on a
-    thread of its own. After a timeout that thread goes on until the client gives up; it holds the client's
-    memory until then.
-    """
     address = probe(config.master)
     options = config.setup | {
         "local_hostname": address if config.local_hostname is None else config.local_hostname,
         "master_server_addr": str(config.master),
     }
-    outcome: list[int | BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(native.setup(options))
-        except BaseException as error:
-            outcome.append(error)
-
-    started = time.monotonic()
-    thread = threading.Thread(target=run, name="mooncake-setup", daemon=True)
-    thread.start()
-    thread.join(config.setup_timeout_s)
-    elapsed_s = time.monotonic() - started
-    if outcome and outcome[0] == status.OK:
-        return native
     named = ("local_hostname", "metadata_server", "protocol", "rdma_devices")
-    shown = {name: options[name] for name in named}
-    where = f"master {config.master}, {shown}"
-    if not outcome:
-        raise StoreUnavailableError(
-            f"mooncake: set-up did not finish within {elapsed_s:.1f} s ({where}). Something listens at the "
-            "master's address but "
-            "does not answer as one, or the metadata server or a device is slow (then raise "
-            "setup_timeout_s); the client goes "
-            "on trying in the background"
-        )
-    if outcome[0] == status.BUFFER_FULL:
+    where = f"master {config.master}, { ({name: options[name] for name in named}) }"
+    code = native.setup(options)
+    if code == status.BUFFER_FULL:
         raise StoreUnavailableError(
             "mooncake: set-up could not allocate its memory: global_segment_size "
-            f"{options['global_segment_size']} and "
-            f"local_buffer_size {options['local_buffer_size']} bytes; lower them ({where})"
+            f"{options['global_segment_size']} and local_buffer_size {options['local_buffer_size']} bytes; "
+            "lower "
+            f"them ({where})"
         )
-    reason = status.describe(outcome[0]) if isinstance(outcome[0], int) else f"{outcome[0]!r}"
-    raise StoreUnavailableError(
-        f"mooncake: set-up failed after {elapsed_s:.1f} s with {reason} ({where}). Check protocol (tcp, "
-        "rdma), rdma_devices, "
-        "metadata_server (P2PHANDSHAKE needs no server) and local_hostname; the client's log on stderr says "
-        "which step failed"
-    )
+    if code != status.OK:
+        raise StoreUnavailableError(
+            f"mooncake: set-up failed with {status.describe(code)} ({where}). Check protocol (tcp, rdma), "
+            "rdma_devices, metadata_server (P2PHANDSHAKE needs no server) and local_hostname; the client's "
+            "log on "
+            "stderr says which step failed"
+        )
+    return native

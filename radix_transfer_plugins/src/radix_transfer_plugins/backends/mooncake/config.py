@@ -42,8 +42,6 @@ class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """
     wait_s: float | str = 30.0
     """How long a put waits for room in the segments before it raises StoreFullError."""
-    setup_timeout_s: float | str = 60.0
-    """How long the client's set-up may take once the master's port answers."""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -65,7 +63,6 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """For the client's `setup`, all but the addresses of the master and of this machine."""
     key_prefix: str
     wait_s: float
-    setup_timeout_s: float
 
     @classmethod
     def parse(cls, config: Mapping[str, object]) -> "MooncakeConfig":
@@ -114,7 +111,6 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
             setup=setup,
             key_prefix=check_prefix(options.key_prefix),
             wait_s=parse_seconds(options.wait_s, "wait_s"),
-            setup_timeout_s=parse_seconds(options.setup_timeout_s, "setup_timeout_s"),
         )
 
 
