@@ -1,4 +1,4 @@
-"""The demo's model before RL: a tiny MoE and its tokenizer, trained for a moment on careless worked answers."""
+"""The demo's model before RL: a tiny MoE and its tokenizer, briefly trained on careless answers."""
 
 import random
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def make_model(vocab_size: int, pad_id: int, end_id: int) -> Qwen3MoeForCausalLM
 
 
 def careless_answer(problem: Sum, rng: random.Random) -> str:
-    """The sum digit by digit, as in "7 + 5 = 1 2 ; 4 + 3 + 1 = 8 ; 8 2", with the faults of a hurried teacher."""
+    """The sum digit by digit, as in "7 + 5 = 1 2 ; 4 + 3 + 1 = 8 ; 8 2", with a hurried teacher's faults."""
     x_tens, x_units = divmod(problem.x, 10)
     y_tens, y_units = divmod(problem.y, 10)
     units = _careless_sum(x_units + y_units, rng)
