@@ -101,7 +101,6 @@ async def run_step(parts: RunParts, state: RunState) -> tuple[RunState, dict[str
         metrics |= await parts.synchronizer.sync(step + 1, parts.trainer.named_weights())
     if parts.run_store is not None:
         metrics["store/objects"] = float(await asyncio.to_thread(parts.run_store.objects_left))
-    metrics["step"] = float(step + 1)
     after = RunState(step=step + 1, next_problem=next_problem, optimizer_steps=parts.trainer.optimizer_steps)
     return after, metrics
 

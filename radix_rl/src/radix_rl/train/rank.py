@@ -1,7 +1,7 @@
 """`RankTrainer`: one rank of the trainer from references to updated weights."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,8 @@ from radix_rl.config import RunConfig
 from radix_rl.train.assemble import assemble_replay
 from radix_rl.train.batch import TrainSample, make_train_sample
 from radix_rl.train.checkpoint import RunState, restore_worker, save_checkpoint
+from radix_rl.train.policy import load_policy, load_reference
+from radix_rl.train.ranks import Ranks
 from radix_rl.train.step_plan import SampleTask
 from radix_rl.train.worker import PolicyWorker
 from radix_rl.weights.sync import named_weights
@@ -88,3 +90,23 @@ class RankTrainer:
             ["routed_experts"],
             self._config.output_store.read_buffer_bytes,
         )
+
+
+def build_rank(
+    config: RunConfig,
+    store: OutputStore | None,
+    checkpoint: Path | None,
+    *,
+    shard: Callable[[torch.nn.Module], None] = lambda model: None,
+    ranks: Ranks | None = None,
+) -> RankTrainer:
+    """A rank with the model of the checkpoint, or of `model.path`. `shard` spreads a loaded model over the ranks."""
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+    model = load_policy(checkpoint / "model" if checkpoint else config.model.path, config.model, config.train)
+    shard(model)
+    reference = None
+    if config.algorithm.kl_coefficient > 0:
+        reference = load_reference(config.model, config.train)
+        shard(reference)
+    return RankTrainer(config, PolicyWorker(config, model, reference=reference, ranks=ranks), store, checkpoint)

@@ -6,25 +6,21 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
-import torch
 from transformers import AutoTokenizer
 
 from radix_rl.config import RunConfig
 from radix_rl.errors import ConfigurationError
 from radix_rl.launch.checks import check_engine, check_launch
 from radix_rl.launch.engines import build_engine, engines_of
-from radix_rl.launch.store import open_run_store
+from radix_rl.launch.store import RunStore, open_run_store
 from radix_rl.rollout.environments.base import Environment
 from radix_rl.rollout.environments.factory import create_environment
 from radix_rl.rollout.generation import RolloutGenerator
 from radix_rl.train.checkpoint import RunState, find_checkpoint, read_state
 from radix_rl.train.loop import Log, RunParts, Trainer, run_steps
-from radix_rl.train.policy import load_policy, load_reference
-from radix_rl.train.rank import RankTrainer
-from radix_rl.train.worker import PolicyWorker
+from radix_rl.train.rank import build_rank
 from radix_rl.weights.sync import WeightSynchronizer
 from radix_rl.weights.transports.base import create_transport
-from radix_transfer_plugins import OutputStore
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +53,7 @@ async def train_async(config: RunConfig, log: Log, environment: Environment | No
         tokenizer = load_tokenizer(config.model.path)
         if environment is None:
             environment = create_environment(config.environment, tokenizer, seed=config.seed)
-        trainer = await asyncio.to_thread(build_trainer, config, store, checkpoint)
+        trainer = await asyncio.to_thread(build_trainer, config, run_store, checkpoint)
         stack.callback(trainer.close)
         engine = build_engine(config, run_store)
         stack.push_async_callback(engine.close)
@@ -91,19 +87,13 @@ async def train_async(config: RunConfig, log: Log, environment: Environment | No
         return RunOutcome(state=state, objects_left=0 if run_store is None else run_store.objects_left())
 
 
-def build_trainer(config: RunConfig, store: OutputStore | None, checkpoint: Path | None) -> Trainer:
+def build_trainer(config: RunConfig, run_store: RunStore | None, checkpoint: Path | None) -> Trainer:
     """The ranks that `train.num_ranks` asks for, with the model of the checkpoint if there is one."""
-    if config.train.num_threads is not None:
-        torch.set_num_threads(config.train.num_threads)
-    return build_rank(config, store, checkpoint)
+    if config.train.num_ranks > 1:
+        from radix_rl.train.distributed import DistributedTrainer
 
-
-def build_rank(config: RunConfig, store: OutputStore | None, checkpoint: Path | None) -> RankTrainer:
-    """One unsharded rank in this process."""
-    model_path = checkpoint / "model" if checkpoint else config.model.path
-    model = load_policy(model_path, config.model, config.train)
-    reference = load_reference(config.model, config.train) if config.algorithm.kl_coefficient > 0 else None
-    return RankTrainer(config, PolicyWorker(config, model, reference=reference), store, checkpoint)
+        return DistributedTrainer(config, run_store, checkpoint)
+    return build_rank(config, None if run_store is None else run_store.store, checkpoint)
 
 
 def load_tokenizer(path: Path):  # noqa: ANN201

@@ -1,0 +1,78 @@
+"""`radix-rl`: the command line. A fault of the user's is one clear message and exit code 2; a failed run exits with 1."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from radix_rl.cli import config as config_commands
+from radix_rl.cli.gateway import gateway
+from radix_rl.cli.serve import serve
+from radix_rl.cli.store import store
+from radix_rl.errors import ConfigurationError, DataError, RadixError
+from radix_transfer_plugins.errors import ConfigError, OutputStoreError
+
+app = typer.Typer(
+    help="RL post-training with verified replay.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_USER_FAULTS = (ConfigurationError, DataError, ConfigError)
+"""Mended by changing the command or its inputs; every other error on purpose is a run that failed."""
+
+
+@app.callback()
+def _set_up(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens in detail.")] = False,
+) -> None:
+    level = logging.INFO if verbose else logging.WARNING
+    handler = RichHandler(console=Console(stderr=True), show_path=False)
+    logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[handler])
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file; see `radix-rl config schema`.", metavar="CONFIG")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Settings that replace the file's, such as train.steps=10.", metavar="KEY.PATH=VALUE"),
+    ] = None,
+) -> None:
+    """Train a policy: generate, score, update, sync, until the configured number of steps is done."""
+    from radix_rl.cli.train import run_training
+    from radix_rl.config import load_config
+
+    run_training(load_config(config, overrides or []))
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="Output directory of a run.", metavar="RUN_DIR")],
+) -> None:
+    """Write RUN_DIR/report.html from the run's metrics, also while it is still running."""
+    from radix_rl.observe.report import write_report
+
+    typer.echo(f"wrote {write_report(run_dir)}")
+
+
+app.command(name="serve")(serve)
+app.command(name="gateway")(gateway)
+# The store's command line parses its own options, --help too.
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command(name="store", context_settings=_PASS_ON)(store)
+app.add_typer(config_commands.app, name="config")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except (RadixError, OutputStoreError) as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2 if isinstance(error, _USER_FAULTS) else 1)

@@ -1,0 +1,32 @@
+"""Several ranks train like one."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from radix_rl.train.run import train
+
+
+def run(config, environment):
+    logged = []
+    outcome = train(config, lambda step, metrics: logged.append(metrics), environment)
+    model = AutoModelForCausalLM.from_pretrained(config.output_dir / "checkpoints" / "step-2" / "model")
+    return logged, model, outcome
+
+
+def test_two_ranks_take_the_same_steps_as_one(make_config, environment, tmp_path):
+    results = []
+    for num_ranks in (1, 2):
+        config = make_config(
+            output_dir=str(tmp_path / f"ranks-{num_ranks}"),
+            train={"num_ranks": num_ranks, "minibatches": 2, "gap_without_replay_every_steps": 1},
+            algorithm={"kl_coefficient": 0.05},
+        )
+        results.append(run(config, environment))
+    (one, one_model, _), (two, two_model, outcome) = results
+    assert outcome.objects_left == 0
+    for name in one[0]:
+        if not name.startswith(("time/", "weights/")):
+            assert abs(one[0][name] - two[0][name]) <= 1e-4 * max(1, abs(one[0][name])), name
+    for (name, expected), found in zip(one_model.named_parameters(), two_model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-4, msg=name)
+    assert two_model.config.architectures == ["Qwen3MoeForCausalLM"]
