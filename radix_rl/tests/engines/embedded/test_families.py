@@ -38,7 +38,8 @@ MLA = COMMON | {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
-DSA = MLA | {"index_topk": 6, "index_n_heads": 2, "index_head_dim": 32, "n_group": 1}
+# Many indexer heads: a key that every head's ReLU sets to 0 ties with others, and ties have no right order.
+DSA = MLA | {"index_topk": 6, "index_n_heads": 32, "index_head_dim": 32, "n_group": 1}
 
 FAMILIES = {
     "Mixtral": GQA | {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
