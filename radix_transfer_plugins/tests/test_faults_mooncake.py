@@ -1,0 +1,200 @@
+"""The master, the segment host, writers and readers killed for real: typed errors, no hang, nothing left."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from radix_transfer_plugins import create_backend
+from radix_transfer_plugins.backends.base import Backend
+from radix_transfer_plugins.errors import ObjectLostError, StoreFullError, StoreUnavailableError
+from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster, SegmentHost
+
+SEGMENT_BYTES = 64 << 20
+Connect = Callable[..., Backend]
+
+
+@pytest.fixture
+def master() -> Iterator[MooncakeMaster]:
+    # A master that soon notices dead clients and soon gives up puts that were begun and not ended.
+    flags = ("--client_ttl=2", "--put_start_discard_timeout_sec=2", "--put_start_release_timeout_sec=3")
+    with MooncakeMaster(SEGMENT_BYTES, flags=flags) as master:
+        yield master
+
+
+@pytest.fixture
+def connect(master: MooncakeMaster) -> Iterator[Connect]:
+    backends: list[Backend] = []
+
+    def open_one(**options: object) -> Backend:
+        backends.append(create_backend("mooncake", master.backend_config(**options)))
+        return backends[-1]
+
+    yield open_one
+    for backend in backends:
+        backend.close()
+
+
+def in_time(action: Callable[[], object], limit_s: float = 15.0) -> BaseException | None:
+    """The typed error of an action that must end within the limit (the client's own RPC retries take 4 s)."""
+    began = time.monotonic()
+    try:
+        action()
+    except (StoreUnavailableError, StoreFullError, ObjectLostError) as error:
+        return error
+    finally:
+        assert time.monotonic() - began < limit_s
+    return None
+
+
+def until_stored(backend: Backend, key: str, limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if in_time(lambda: backend.put_batch([(key, b"after")])) is None:
+            break
+        time.sleep(0.2)
+    with backend.get_batch([key]) as lease:
+        assert bytes(lease.views[0]) == b"after"
+
+
+def run_writer(master: MooncakeMaster, code: str) -> subprocess.Popen[str]:
+    """A process of its own, with `backend` connected; it prints what it reached."""
+    script = (
+        "import os, signal, sys, threading, time\n"
+        "from radix_transfer_plugins import create_backend\n"
+        f"backend = create_backend('mooncake', {master.backend_config()!r})\n"
+        "native = backend._client._native\n"
+        "def die(*args): os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"{code}\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+
+
+KILLED_PUTS = {
+    "before the put": "backend._put_group = die\nbackend.put_batch([('w/a', b'1' * 99), ('w/b', b'2' * 99)])",
+    "during the transfer": (
+        "value = bytes(24 << 20)\n"
+        "threading.Timer(0.004, die).start()\n"
+        "for number in range(1000): backend.put_batch([('w/a', value)]); backend.delete_batch(['w/a'])"
+    ),
+    "before the put is confirmed": (
+        "backend._trailers = die\nbackend.put_batch([('w/a', b'1' * 99), ('w/b', b'2' * 99)])"
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", KILLED_PUTS)
+def test_a_writer_killed_at_any_stage_leaves_whole_objects_or_none_and_blocks_nothing(
+    stage: str, master: MooncakeMaster, connect: Connect
+) -> None:
+    backend = connect(wait_s=10)
+    writer = run_writer(master, KILLED_PUTS[stage])
+    assert writer.wait(30) == -signal.SIGKILL
+    left = list(backend.list("w/"))
+    for info in left:
+        with backend.get_batch([info.key]) as lease:
+            assert len(lease.views[0]) == info.stored_bytes in (99, 24 << 20)
+    # Garbage collection: what a list names can be deleted; then the keys and the room are free again.
+    backend.delete_batch([info.key for info in left])
+    assert list(backend.list("w/")) == []
+    until_stored(backend, "w/a")
+    for number in range(2):
+        backend.put_batch([(f"room/{number}", bytes(24 << 20))])
+    backend.delete_batch(["w/a", "room/0", "room/1"])
+    assert backend.stats().objects == 0
+
+
+def test_a_reader_killed_with_views_does_not_prevent_deletion(
+    master: MooncakeMaster, connect: Connect
+) -> None:
+    backend = connect()
+    backend.put_batch([("a", bytes(8 << 20))])
+    reader = run_writer(master, "lease = backend.get_batch(['a'])\nprint('held', flush=True)\ntime.sleep(60)")
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == "held\n"
+    reader.kill()
+    reader.wait()
+    reader.stdout.close()
+    backend.delete_batch(["a"])
+    assert list(backend.list("")) == []
+    assert backend.stats().objects == 0
+
+
+def test_a_killed_segment_host_is_a_typed_error_and_a_new_one_takes_over(
+    master: MooncakeMaster, connect: Connect
+) -> None:
+    backend = connect(wait_s=0.5)
+    backend.put_batch([("a", bytes(1 << 20)), ("b", b"x")])
+    assert master.segment_host is not None
+    master.segment_host.kill()
+    into = memoryview(bytearray(1 << 20))
+    assert in_time(lambda: backend.get_batch(["a"])) is not None
+    assert in_time(lambda: backend.get_batch_into(["a"], [into])) is not None
+    assert in_time(lambda: backend.put_batch([("c", bytes(1 << 20))])) is not None
+    in_time(lambda: backend.delete_batch(["a", "b"]))
+    master.segment_host = SegmentHost(master.address, SEGMENT_BYTES)
+    until_stored(backend, "d")
+    assert isinstance(in_time(lambda: backend.get_batch(["a"])), ObjectLostError)
+    assert isinstance(in_time(lambda: backend.get_batch(["c"])), ObjectLostError)
+    assert {info.key for info in backend.list("")} == {"d"}
+
+
+def test_a_killed_master_is_a_typed_error_and_a_new_one_takes_over(
+    master: MooncakeMaster, connect: Connect
+) -> None:
+    backend = connect(wait_s=0.5)
+    backend.put_batch([("a", bytes(1 << 20))])
+    with backend.get_batch(["a"]) as lease:
+        master.kill()
+        for action in (
+            lambda: backend.put_batch([("c", b"x")]),
+            lambda: backend.get_batch(["a"]),
+            lambda: backend.delete_batch(["a"]),
+            lambda: list(backend.list("")),
+            backend.stats,
+        ):
+            assert isinstance(in_time(action), StoreUnavailableError)
+        assert len(lease.views[0]) == 1 << 20
+    master.restart()
+    until_stored(backend, "d")
+    assert isinstance(in_time(lambda: backend.get_batch(["a"])), ObjectLostError)
+    assert {info.key for info in backend.list("")} == {"d"}
+
+
+def test_a_put_whose_outcome_is_unknown_is_removed_when_the_master_answers_again(
+    master: MooncakeMaster, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = connect()
+
+    class StopsAfterPut:
+        """The native client, whose master stops answering right after a put that it carried out."""
+
+        def __init__(self, native: object) -> None:
+            self.native = native
+            self.stopped = False
+
+        def __getattr__(self, name: str) -> object:
+            if name == "put_batch":
+                return self.put_batch
+            if name == "get_size" and self.stopped:
+                return lambda key: -901
+            return getattr(self.native, name)
+
+        def put_batch(self, *args: object) -> int:
+            assert self.native.put_batch(*args) == 0  # type: ignore[attr-defined]
+            self.stopped = True
+            return -901
+
+    client = backend._client  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_native", StopsAfterPut(client._native))
+        with pytest.raises(StoreUnavailableError, match="-901"):
+            backend.put_batch([("a", b"1"), ("b", b"2")])
+    assert {info.key for info in backend.list("")} == {"a", "b"}
+    backend.put_batch([("c", b"3")])
+    assert {info.key for info in backend.list("")} == {"c"}
