@@ -1,4 +1,4 @@
-"""The usage of the output store as a user writes it: a server process, `curl`, and a reader in a process of its own."""
+"""The output store as a user uses it: a server process, `curl`, and a reader in a process of its own."""
 
 import base64
 import json
@@ -147,10 +147,9 @@ json.dump(stash.routed_experts.tolist(), sys.stdout)
 
 
 def test_the_published_usage_works_as_written(server, store_config):
-    line = (
-        f"""curl -s {server.url.removeprefix("http://")}/generate -d '{{"text": "Hi", """
-        """"return_routed_experts": true, "return_outputs_via_store": true}' | jq '.meta_info.output_store_ref'"""
-    )
+    body = '{"text": "Hi", "return_routed_experts": true, "return_outputs_via_store": true}'
+    address = server.url.removeprefix("http://")
+    line = f"curl -s {address}/generate -d '{body}' | jq '.meta_info.output_store_ref'"
     ref_json = subprocess.run(line, shell=True, check=True, capture_output=True, text=True).stdout
     assert len(json.dumps(json.loads(ref_json))) < 1000
 
