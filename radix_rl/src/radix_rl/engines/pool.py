@@ -120,6 +120,9 @@ class EnginePool(Engine):
     async def abort_weight_update(self) -> None:
         await self._on_all(lambda engine: engine.abort_weight_update())
 
+    async def set_weight_version(self, version: str) -> None:
+        await self._on_all(lambda engine: engine.set_weight_version(version))
+
     async def health(self) -> None:
         """Healthy while one engine is."""
         results = await asyncio.gather(*(engine.health() for engine in self.engines), return_exceptions=True)

@@ -186,6 +186,10 @@ class RemoteEngine(Engine):
     async def abort_weight_update(self) -> None:
         await self._http.post("/abort_weight_update", admin=True)
 
+    async def set_weight_version(self, version: str) -> None:
+        body = {"new_version": version, "abort_all_requests": False}
+        await self._http.post("/update_weight_version", body, admin=True)
+
     async def health(self) -> None:
         await self._probe()
 
@@ -215,6 +219,13 @@ class RemoteEngine(Engine):
         needed, found = self._needs_output_store, self.capabilities.output_store
         if needed is None:
             return
+        if server.get("disaggregation_mode") not in (None, "null"):
+            raise ConfigurationError(
+                f"{self.base_url}: prefill/decode disaggregation ({server['disaggregation_mode']!r}) does "
+                "not work with "
+                "the output store; start the server without --disaggregation-mode, or set "
+                "output_store.enabled=false"
+            )
         if found != needed:
             has = f"writes to {found!r}" if found else "has no output store"
             raise ConfigurationError(

@@ -1,0 +1,382 @@
+"""The remote engine against our server on a real socket, and against answers of servers that go wrong."""
+
+import asyncio
+import base64
+import time
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from radix_rl.engines.health_watch import HealthWatch
+from radix_rl.engines.remote import RemoteEngine, RemoteSettings
+from radix_rl.errors import (
+    ConfigurationError,
+    EngineDeadError,
+    EngineError,
+    EngineStateError,
+    ReplayError,
+    RequestError,
+)
+from radix_rl.rollout.replay_index import ReplayIndex
+from radix_rl.server.runner import bind
+from radix_rl.types import FinishReason, SamplingParams, VersionSpan
+from radix_rl.weights.sync import WeightSynchronizer
+from radix_rl.weights.transports.base import create_transport
+from radix_transfer_plugins import StoreRef, TokenOutputStash
+from radix_transfer_plugins.errors import StoreFullError
+
+VIA_STORE = {"return_routed_experts": True, "return_outputs_via_store": True}
+
+
+@pytest.fixture
+async def connect(memory_store):
+    """`await connect(url, **settings)`: a started client of the shared memory store."""
+    store, _ = memory_store
+    opened = []
+
+    async def start(url: str, *, needs: str | None = "memory", **settings) -> RemoteEngine:
+        engine = RemoteEngine(url, RemoteSettings(**settings), needs_output_store=needs, store=store)
+        opened.append(engine)
+        await engine.start()
+        return engine
+
+    yield start
+    for engine in opened:
+        await engine.close()
+
+
+async def until(holds, seconds: float = 5.0) -> bool:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends and not holds():
+        await asyncio.sleep(0.005)
+    return holds()
+
+
+async def test_an_answer_is_the_engines_own(serve, connect, request_for):
+    server = await serve()
+    engine = await connect(server.url)
+    sampling = SamplingParams(max_new_tokens=3, temperature=0.5, top_k=7, seed=11, stop_token_ids=(9,))
+    answer = await engine.generate(request_for("r", sampling=sampling))
+    assert answer.request_id == "r"
+    assert answer.output_ids == (5, 6, 7)
+    assert answer.output_logprobs == (-0.25, -0.5, -0.75)
+    assert answer.finish_reason == FinishReason(type="stop", matched=9)
+    assert answer.version_spans == (VersionSpan(0, 1, "0"), VersionSpan(1, 3, "1"))
+    assert (answer.prompt_tokens, answer.cached_tokens) == (4, 3)
+    assert answer.outputs is None
+    assert answer.output_store_ref is None
+    assert server.engine.served[0].sampling == sampling
+
+
+async def test_info_and_capabilities_are_the_servers(serve, connect):
+    server = await serve()
+    engine = await connect(server.url)
+    assert await engine.info() == await server.engine.info()
+    assert engine.capabilities.output_store == "memory"
+    assert engine.capabilities.routed_experts
+    assert engine.capabilities.weight_transports == ("http",)
+
+
+async def test_rows_come_inline_with_the_shape_that_the_server_tells(serve, connect, request_for):
+    engine = await connect((await serve()).url)
+    answer = await engine.generate(request_for(return_routed_experts=True, routed_experts_start_len=2))
+    assert answer.outputs is not None
+    assert answer.outputs.routed_experts is not None
+    assert answer.routed_experts_start == 2
+    assert answer.outputs.routed_experts.tolist() == [[[t, 0], [-1, -1]] for t in range(2, 6)]
+
+
+async def test_rows_come_through_the_store_as_a_reference(serve, connect, request_for, memory_store):
+    store, _ = memory_store
+    engine = await connect((await serve()).url)
+    request = request_for(**VIA_STORE)
+    answer = await engine.generate(request)
+    index = ReplayIndex()
+    index.add_response(request, answer, store_backend="memory")
+    ref = StoreRef.from_builtins(answer.output_store_ref)
+    (stash,) = store.read_many([(ref, ["routed_experts"])], stash_type=TokenOutputStash, buffer_bytes=1 << 20)
+    assert stash.routed_experts is not None
+    assert stash.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    store.delete_many([ref])
+    assert list(store.list_objects()) == []
+
+
+async def test_a_server_without_the_store_is_refused_with_its_flag(serve, connect):
+    server = await serve(with_store=False)
+    with pytest.raises(
+        ConfigurationError, match="has no output store; start it with --output-store-backend memory"
+    ):
+        await connect(server.url)
+    with pytest.raises(
+        ConfigurationError, match="needs the output store 'mooncake', but the server writes to 'memory'"
+    ):
+        await connect((await serve()).url, needs="mooncake")
+
+
+async def test_keys_go_where_they_belong(serve, connect, request_for):
+    server = await serve(api_key="user", admin_api_key="boss")
+    engine = await connect(server.url, api_key="user", admin_api_key="boss")
+    await engine.generate(request_for())
+    await engine.pause()
+    await engine.resume()
+    with pytest.raises(ConfigurationError, match=r"401.*engine\.api_key_env"):
+        await (await connect_unchecked(server.url)).info()
+    plain = await connect(server.url, api_key="user")
+    with pytest.raises(ConfigurationError, match=r"40[13].*engine\.admin_api_key_env"):
+        await plain.pause()
+
+
+async def connect_unchecked(url: str) -> RemoteEngine:
+    return RemoteEngine(url, RemoteSettings())
+
+
+async def test_a_refused_request_is_not_tried_again(serve, connect, request_for):
+    server = await serve()
+    engine = await connect(server.url)
+    server.engine.failures = [RequestError("over the context length")]
+    with pytest.raises(RequestError, match="over the context length"):
+        await engine.generate(request_for())
+    assert len(server.engine.served) == 1
+
+
+async def test_a_server_error_is_tried_again_under_a_new_id(serve, connect, request_for):
+    server = await serve()
+    engine = await connect(server.url)
+    server.engine.failures = [StoreFullError("no room"), EngineError("hiccup")]
+    assert (await engine.generate(request_for())).output_ids == (5, 6, 7)
+    assert len({request.request_id for request in server.engine.served}) == 3
+
+
+async def test_a_server_that_keeps_failing_is_given_up(serve, connect, request_for):
+    server = await serve()
+    engine = await connect(server.url)
+    server.engine.failures = [EngineError("broken")] * 9
+    with pytest.raises(EngineError, match="answered 500: broken"):
+        await engine.generate(request_for())
+    assert len(server.engine.served) == 5
+
+
+async def test_a_deadline_ends_the_wait_and_the_request(serve, connect, request_for, memory_store):
+    server = await serve()
+    engine = await connect(server.url, request_timeout_s=0.2)
+    server.engine.free.clear()
+    with pytest.raises(EngineDeadError, match=r"did not answer within 0\.2 s"):
+        await engine.generate(request_for(**VIA_STORE))
+    assert await until(lambda: not server.engine.running)
+    assert list(memory_store[0].list_objects()) == []
+
+
+async def test_a_cancelled_request_ends_and_leaves_no_object(serve, connect, request_for, memory_store):
+    server = await serve()
+    engine = await connect(server.url)
+    server.engine.free.clear()
+    task = asyncio.create_task(engine.generate(request_for(**VIA_STORE)))
+    assert await until(lambda: server.engine.running)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await until(lambda: not server.engine.running)
+    await engine.close()
+    # The abort made the server answer with what it had; that answer's object was deleted here.
+    assert ("abort", server.engine.served[0].request_id) in server.engine.calls
+    assert list(memory_store[0].list_objects()) == []
+
+
+async def test_an_abort_takes_the_clients_id(serve, connect, request_for):
+    server = await serve()
+    engine = await connect(server.url)
+    server.engine.free.clear()
+    tasks = [asyncio.create_task(engine.generate(request_for(name))) for name in ("one", "two")]
+    assert await until(lambda: len(server.engine.running) == 2)
+    await engine.abort("one")
+    assert (await tasks[0]).finish_reason == FinishReason(type="abort", message="asked to")
+    assert not tasks[1].done()
+    await engine.abort()
+    assert (await tasks[1]).finish_reason.type == "abort"
+
+
+async def test_a_server_that_stops_fails_its_requests_within_seconds(serve, connect, request_for):
+    server = await serve()
+    engine = await connect(server.url)
+    server.engine.free.clear()
+    task = asyncio.create_task(engine.generate(request_for()))
+    assert await until(lambda: server.engine.running)
+    started = time.monotonic()
+    server.stop()
+    with pytest.raises(EngineError):
+        await task
+    assert time.monotonic() - started < 10
+
+
+async def test_start_waits_for_a_server_that_is_coming_up(serve, connect):
+    sock = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    connecting = asyncio.create_task(connect(url))
+    await asyncio.sleep(0.3)
+    assert not connecting.done()
+    await serve(sock=sock)
+    await asyncio.wait_for(connecting, 20)
+
+
+async def test_a_server_that_never_comes_up_is_an_error_at_the_deadline(connect):
+    sock = bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    sock.close()
+    with pytest.raises(EngineDeadError, match=f"127.0.0.1:{port}/health.*is the server running"):
+        await connect(f"http://127.0.0.1:{port}", start_timeout_s=0.5)
+
+
+async def test_control_calls_reach_the_engine(serve, connect):
+    server = await serve()
+    engine = await connect(server.url)
+    await engine.pause("retract")
+    await engine.resume()
+    await engine.resume()
+    await engine.sleep(["weights"])
+    await engine.wake(["weights"])
+    await engine.flush_cache()
+    await engine.health()
+    assert server.engine.calls == [
+        ("pause", "retract"),
+        "resume",
+        ("sleep", ("weights",)),
+        ("wake", ("weights",)),
+        "flush",
+    ]
+
+
+@pytest.mark.parametrize("bucket_bytes", [16, 1 << 20])
+async def test_new_weights_reach_every_server_whatever_the_bucket_size(serve, connect, bucket_bytes):
+    servers = [await serve(), await serve()]
+    engines = [await connect(server.url) for server in servers]
+    tensors = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.ones(2, dtype=torch.bfloat16))]
+    synchronizer = WeightSynchronizer(engines, create_transport("http"), bucket_bytes=bucket_bytes)
+    await synchronizer.sync(1, tensors)
+    for server in servers:
+        assert server.engine.updated == {"a": [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], "b": [1.0, 1.0]}
+        assert server.engine.version == "1"
+        assert server.engine.calls == [("pause", "in_place"), ("begin", "1"), ("commit", "1"), "resume"]
+
+
+async def test_a_server_that_fails_keeps_the_whole_fleet_at_the_old_version(serve, connect):
+    servers = [await serve(), await serve()]
+    engines = [await connect(server.url) for server in servers]
+
+    async def refuse(bucket) -> None:
+        raise EngineError("no memory")
+
+    servers[1].engine.update_weights = refuse
+    synchronizer = WeightSynchronizer(engines, create_transport("http"), bucket_bytes=64)
+    with pytest.raises(EngineError, match="no memory"):
+        await synchronizer.sync(1, [("a", torch.ones(3))])
+    for server in servers:
+        assert server.engine.version == "0"
+        assert server.engine.calls == [("pause", "in_place"), ("begin", "1"), "abort_update", "resume"]
+
+
+def answering(body: dict, status: int = 200) -> RemoteEngine:
+    """A client of a server that gives one answer to everything."""
+    content = msgspec.json.encode(body)
+    headers = {"content-type": "application/json"}
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, content=content, headers=headers))
+    return RemoteEngine("http://stand-in", RemoteSettings(), transport=transport)
+
+
+def sglang_answer(**meta) -> dict:
+    rows = np.zeros((6, 2, 2), "<i4")
+    return {
+        "output_ids": [5, 6, 7],
+        "meta_info": {
+            "finish_reason": {"type": "length", "length": 3},
+            "prompt_tokens": 4,
+            "completion_tokens": 3,
+            "weight_version": "default",
+            "output_token_logprobs": [[-0.5, 5, None], [-0.5, 6, None], [-0.5, 7, None]],
+            "routed_experts": base64.b64encode(rows.tobytes()).decode(),
+        }
+        | meta,
+    }
+
+
+async def test_rows_without_a_shape_are_refused_not_guessed(request_for):
+    engine = answering(sglang_answer())
+    with pytest.raises(ReplayError, match=r"does not tell layers and top-k.*experts_per_token"):
+        await engine.generate(request_for(return_routed_experts=True))
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("meta", "complaint"),
+    [
+        (
+            {"routed_experts_shape": [6, 2, 3]},
+            "96 bytes, expected whole rows of 2 layers x 3 int32|rows of 2 layers x 3",
+        ),
+        ({"routed_experts_shape": [6, 5, 1]}, "expected whole rows of 5 layers x 1"),
+        ({"routed_experts_shape": [6, 2, 2], "routed_experts": "@@@"}, "not base64"),
+    ],
+)
+async def test_rows_that_do_not_fit_their_shape_are_refused(request_for, meta, complaint):
+    engine = answering(sglang_answer(**meta))
+    if meta["routed_experts_shape"][1:] == [2, 3]:
+        meta_rows = np.zeros(25, "<i4")
+        engine = answering(
+            sglang_answer(**meta, routed_experts=base64.b64encode(meta_rows.tobytes()).decode())
+        )
+        complaint = "100 bytes"
+    with pytest.raises(ReplayError, match=complaint):
+        await engine.generate(request_for(return_routed_experts=True))
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"output_ids": [1]}, {"output_ids": 3, "meta_info": {}}, {"meta_info": None}]
+)
+async def test_an_answer_of_another_shape_is_an_engine_error(request_for, body):
+    engine = answering(body)
+    with pytest.raises(EngineError, match="not of SGLang's shape"):
+        await engine.generate(request_for())
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(400, RequestError), (404, ConfigurationError), (409, EngineStateError), (422, RequestError)],
+)
+async def test_statuses_become_errors_with_the_servers_words(request_for, status, error):
+    engine = answering({"error": {"message": "its own words"}}, status)
+    with pytest.raises(error, match="its own words"):
+        await engine.generate(request_for())
+    await engine.close()
+
+
+async def test_a_server_that_stops_answering_is_noticed_by_probes(request_for):
+    async def hang(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/health":
+            raise httpx.ConnectError("refused")
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    engine = RemoteEngine("http://stand-in", RemoteSettings(), transport=httpx.MockTransport(hang))
+    engine._watch = HealthWatch(engine.health, interval_s=0.02, max_failures=3)
+    started = time.monotonic()
+    with pytest.raises(EngineDeadError, match="3 failed health probes: no connection"):
+        await engine.generate(request_for())
+    assert time.monotonic() - started < 5
+    await engine.close()
+
+
+async def test_a_probe_that_fails_once_does_not_end_a_request():
+    failures = iter([EngineDeadError("slow"), None, EngineDeadError("slow"), None])
+
+    async def probe() -> None:
+        error = next(failures, None)
+        if error is not None:
+            raise error
+
+    watch = HealthWatch(probe, interval_s=0.01, max_failures=2)
+    call = asyncio.create_task(asyncio.sleep(0.2, "done"))
+    assert await watch.guard(call) == "done"
