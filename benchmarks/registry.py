@@ -1,0 +1,11 @@
+"""Every benchmark: its name, and the module whose `run()` returns its results. A new one is a file and a
+line here.
+"""
+
+BENCHMARKS = {
+    "response_path": "benchmarks.store.response_path",
+    "indexer_topk": "benchmarks.store.indexer_topk",
+    "read_many_mooncake": "benchmarks.store.read_many_mooncake",
+    "small_objects": "benchmarks.store.small_objects",
+    "ray_object_store": "benchmarks.store.ray_object_store",
+}

@@ -1,0 +1,64 @@
+"""Cost of one small object while the store holds few and many: it must not grow with their number."""
+
+import itertools
+import statistics
+import tempfile
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from benchmarks.result import Result, at_most, shown
+from benchmarks.timing import cpu_seconds
+from radix_transfer_plugins import OutputStore, create_backend
+from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster
+
+FEW, MANY = 100, 10_000
+ROUNDS_OF_FEW = 15
+
+
+class Small(msgspec.Struct):
+    rows: np.ndarray
+
+
+def run() -> list[Result]:
+    with (
+        MooncakeMaster() as master,
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="radix-bench-") as space,
+    ):
+        assert master.segment_host is not None
+        servers = [master.process.pid, master.segment_host.process.pid]
+        results = _measure(OutputStore(create_backend("memory")), [])
+        results += _measure(OutputStore(create_backend("shared_memory", {"directory": space})), [])
+        results += _measure(OutputStore(create_backend("mooncake", master.backend_config())), servers)
+    return results
+
+
+def _measure(store: OutputStore, servers: Sequence[int]) -> list[Result]:
+    _cost(store, FEW, servers)
+    few = [_cost(store, FEW, servers) for _ in range(ROUNDS_OF_FEW)]
+    many = _cost(store, MANY, servers)
+    name = store.backend.name
+    store.close()
+    results = []
+    for index, what in enumerate(("put", "read", "delete")):
+        cost_of_few = statistics.median(costs[index] for costs in few)
+        results.append(shown(f"small objects, {name}: {what}, {MANY}", 1e6 * many[index], "us CPU an object"))
+        results.append(
+            at_most(f"small objects, {name}: {what}, {MANY} / {FEW}", many[index] / cost_of_few, "ratio", 1.5)
+        )
+    return results
+
+
+def _cost(store: OutputStore, num_objects: int, servers: Sequence[int]) -> tuple[float, float, float]:
+    """CPU seconds an object, of all processes: put one by one, then read and deleted in one call each."""
+    stash = Small(np.arange(16, dtype=np.int32))
+    marks = [cpu_seconds(servers)]
+    refs = [store.put_many([stash])[0] for _ in range(num_objects)]
+    marks.append(cpu_seconds(servers))
+    store.read_many([(ref, ["rows"]) for ref in refs], stash_type=Small, buffer_bytes=1 << 24)
+    marks.append(cpu_seconds(servers))
+    store.delete_many(refs)
+    marks.append(cpu_seconds(servers))
+    put, read, delete = ((after - before) / num_objects for before, after in itertools.pairwise(marks))
+    return put, read, delete
