@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -124,13 +124,7 @@ class OutputStore:
         reads = self._plan(requests, stash_type)
         loan = Loan()
         with self.backend.get_batch([read.key for read in reads]) as lease:
-            arrays: list[dict[str, Any]] = [{} for _ in requests]
-            for read, view in zip(reads, lease.views, strict=True):
-                _verify(read, view)
-                for wanted in read.wanted:
-                    array = _decode(read, view, wanted.rows)
-                    arrays[wanted.request][wanted.field] = LentArray.over(array, loan)
-            array = view = None
+            arrays = _lend(reads, lease.views, len(requests), loan)
             self._count_reads(reads, began)
             stashes = [stash_type(**fields) for fields in arrays]
             try:
@@ -139,10 +133,9 @@ class OutputStore:
                 # Before the lease ends, so that the last views of its memory are gone when it does.
                 loan.ended = True
                 for stash, fields in zip(stashes, arrays, strict=True):
-                    for name in fields:
+                    for name in list(fields):
                         msgspec.structs.force_setattr(stash, name, ReleasedView())
-                arrays.clear()
-                fields = {}
+                        del fields[name]
 
     def read_many(
         self, requests: Sequence[ReadRequest], *, stash_type: type[StashT], buffer_bytes: int
@@ -159,12 +152,7 @@ class OutputStore:
         arrays: list[dict[str, np.ndarray]] = [{} for _ in requests]
         for chunk in split_chunks(reads, buffer_bytes):
             with self.backend.get_batch([read.key for read in chunk]) as lease:
-                for read, view in zip(chunk, lease.views, strict=True):
-                    _verify(read, view)
-                    for wanted in read.wanted:
-                        arrays[wanted.request][wanted.field] = _owned(_decode(read, view, wanted.rows), view)
-                # The lease can only give its memory back when nothing looks at it any more.
-                view = None
+                _copy_out(chunk, lease.views, arrays)
         self._count_reads(reads, began)
         return [stash_type(**fields) for fields in arrays]
 
@@ -293,6 +281,31 @@ def _arrays_of(stash: msgspec.Struct) -> dict[str, np.ndarray | None]:
             raise CodecError(f"field {name!r}: expected a name of ASCII letters, digits and _")
         arrays[name] = value
     return arrays
+
+
+def _lend(
+    reads: Sequence[FieldRead], views: Sequence[memoryview], num_requests: int, loan: Loan
+) -> list[dict[str, np.ndarray]]:
+    """The arrays of each request, as views wherever the codec allows it."""
+    arrays: list[dict[str, np.ndarray]] = [{} for _ in range(num_requests)]
+    for read, view in zip(reads, views, strict=True):
+        _verify(read, view)
+        for wanted in read.wanted:
+            arrays[wanted.request][wanted.field] = LentArray.over(_decode(read, view, wanted.rows), loan)
+    return arrays
+
+
+def _copy_out(
+    reads: Sequence[FieldRead], views: Sequence[memoryview], arrays: Sequence[dict[str, np.ndarray]]
+) -> None:
+    """Add to `arrays`, one dict a request, what the reads give. Nothing looks at `views` when this returns.
+
+    A function of its own: a local variable left over in the caller would keep the lease's memory in use.
+    """
+    for read, view in zip(reads, views, strict=True):
+        _verify(read, view)
+        for wanted in read.wanted:
+            arrays[wanted.request][wanted.field] = _owned(_decode(read, view, wanted.rows), view)
 
 
 def _verify(read: FieldRead, view: memoryview) -> None:

@@ -94,61 +94,54 @@ def _guarded_to_plain(name: str) -> Any:
     return method
 
 
-for _name in ("__getitem__", "__iter__", "__len__", "item", "tolist", "tobytes", "reshape", "view", "ravel"):
-    setattr(LentArray, _name, _guarded(_name))
-for _name in (
+_LENDING_METHODS = (
+    "__getitem__",
+    "__iter__",
+    "__len__",
+    "item",
+    "tolist",
+    "tobytes",
+    "reshape",
+    "view",
+    "ravel",
+)
+"""Their results are lent too, or need no copy."""
+_COPYING_METHODS = (
+    *("__repr__", "__str__", "__bool__", "__int__", "__float__", "__index__", "__contains__", "__array__"),
     *(
-        "__repr__",
-        "__str__",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__contains__",
-        "__array__",
         "__copy__",
-    ),
-    *(
         "__deepcopy__",
         "__reduce__",
         "__reduce_ex__",
+        "dump",
+        "dumps",
         "astype",
         "copy",
         "flatten",
+    ),
+    *(
         "sum",
+        "prod",
         "min",
         "max",
         "mean",
+        "std",
+        "var",
         "any",
         "all",
-    ),
-    *(
         "argmax",
         "argmin",
         "argsort",
         "nonzero",
-        "cumsum",
-        "prod",
-        "dot",
-        "take",
-        "repeat",
-        "searchsorted",
-        "dump",
-        "dumps",
     ),
-    *(
-        "std",
-        "var",
-        "round",
-        "clip",
-        "compress",
-        "choose",
-        "diagonal",
-        "ptp" if hasattr(np.ndarray, "ptp") else "trace",
-    ),
-):
+    *("cumsum", "cumprod", "dot", "take", "repeat", "searchsorted", "round", "clip", "compress", "choose"),
+    *("diagonal", "trace"),
+)
+"""Their results are plain arrays or values that the caller owns."""
+for _name in _LENDING_METHODS:
+    setattr(LentArray, _name, _guarded(_name))
+for _name in _COPYING_METHODS:
     setattr(LentArray, _name, _guarded_to_plain(_name))
-del _name
 
 
 class ReleasedView:
@@ -176,7 +169,5 @@ for _name in (
     "__lt__",
     "__gt__",
     "__add__",
-    "__sub__",
 ):
     setattr(ReleasedView, _name, _refuse)
-del _name

@@ -301,6 +301,29 @@ class BackendConformance:
         assert len(keys_below(backend, f"{prefix}/run-1")) == 3
         backend.delete_batch(keys_below(backend, prefix))
 
+    def test_a_list_beside_puts_and_deletes_shows_whole_objects_and_what_stays(
+        self, backend: Backend, prefix: str
+    ) -> None:
+        backend.put_batch([(f"{prefix}/stays", b"12345")])
+        done = threading.Event()
+
+        def come_and_go() -> None:
+            for turn in range(20):
+                keys = [f"{prefix}/{turn}/{part}" for part in range(3)]
+                backend.put_batch([(key, b"x" * 7) for key in keys])
+                backend.delete_batch(keys)
+            done.set()
+
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(come_and_go)
+            while not done.is_set() and not coming.done():
+                sizes = {info.key: info.stored_bytes for info in backend.list(f"{prefix}/")}
+                assert sizes.pop(f"{prefix}/stays") == 5
+                assert set(sizes.values()) <= {7}
+                backend.stats()
+            coming.result()
+        backend.delete_batch([f"{prefix}/stays"])
+
     def test_stats_follow_puts_and_deletes(self, backend: Backend, prefix: str) -> None:
         before = backend.stats()
         backend.put_batch([(f"{prefix}/a", bytes(70_000)), (f"{prefix}/b", bytes(70_000))])
