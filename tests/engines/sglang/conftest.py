@@ -180,7 +180,17 @@ def experts_of_full_forward(tiny_moe: Path) -> Callable[[list[int]], np.ndarray]
 
 
 @pytest.fixture(scope="session")
-def start_sglang(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def unused_models(sglang_python: str) -> str:
+    """For SGLANG_DISABLED_MODEL_ARCHS: importing all 250 model files takes most of a server's start."""
+    (folder,) = Path(sglang_python).parents[1].glob("lib/python*/site-packages/sglang/srt/models")
+    names = {path.stem for path in folder.glob("*.py")} - {"qwen2_moe", "qwen3_moe", "glm4_moe"}
+    return ",".join(sorted(names))
+
+
+@pytest.fixture(scope="session")
+def start_sglang(
+    sglang_python: str, unused_models: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
     """`with start_sglang(model, *flags, environment={}) as server`: ready to serve, gone afterwards."""
 
     @contextmanager
@@ -200,6 +210,7 @@ def start_sglang(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -
         # core.
         command += ["--max-total-tokens", "20000", "--max-running-requests", "32", "--sleep-on-idle", *flags]
         quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
+        quiet["SGLANG_DISABLED_MODEL_ARCHS"] = unused_models
         log = tmp_path_factory.mktemp("sglang") / "server.log"
         server = Server(command, {**quiet, **(environment or {})}, f"http://127.0.0.1:{port}", log)
         try:
@@ -263,6 +274,64 @@ def open_reader() -> Iterator[Callable[[str, dict[str, Any]], Reader]]:
             return reader
 
         yield open_
+
+
+@pytest.fixture(scope="session")
+def store_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("store")
+    return {
+        "directory": str(folder / "objects"),
+        "faults": str(folder / "faults.json"),
+        "key_prefix": "run-1/outputs",
+    }
+
+
+@pytest.fixture(scope="session")
+def start_store_server(
+    start_sglang: Callable[..., Any], tiny_moe: Path, store_config: dict[str, Any]
+) -> Callable[..., Any]:
+    """`with start_store_server(*more_flags) as server`: on the store of `store_config`."""
+    flags = ["--enable-return-routed-experts", "--output-store-backend", "faulty"]
+    flags += ["--output-store-backend-extra-config", json.dumps(store_config)]
+
+    def start(*more: str) -> Any:
+        return start_sglang(tiny_moe, *flags, *more, environment={"PYTHONPATH": str(PLUGIN_FOLDER)})
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def server(start_store_server: Callable[..., Any]) -> Iterator[Server]:
+    """Shared by the tests of this folder, since starting one is what takes their time."""
+    with start_store_server("--enable-return-indexer-topk") as server:
+        yield server
+
+
+@pytest.fixture
+def faults(store_config: dict[str, Any]) -> Iterator[Callable[..., None]]:
+    """`faults(delay_s=..., error=...)` for puts from now on; none after the test."""
+    path = Path(store_config["faults"])
+
+    def inject(**settings: Any) -> None:
+        written = path.with_suffix(".new")
+        written.write_text(json.dumps(settings))
+        written.replace(path)
+
+    yield inject
+    path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def reader(
+    test_plugin: ModuleType,
+    open_reader: Callable[[str, dict[str, Any]], Reader],
+    server: Server,
+    store_config: dict[str, Any],
+) -> Iterator[Reader]:
+    """Every test leaves an empty store."""
+    reader = open_reader("faulty", store_config)
+    yield reader
+    assert reader.is_empty_within(5), reader.keys()
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,7 @@
 import base64
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,44 +20,6 @@ INLINE_KEYS = {
     "output_token_sampling_mask",
     "output_token_sampling_mask_length",
 }
-
-
-@pytest.fixture(scope="module")
-def store_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("store")
-    return {
-        "directory": str(folder / "objects"),
-        "faults": str(folder / "faults.json"),
-        "key_prefix": "run-1/outputs",
-    }
-
-
-@pytest.fixture(scope="module")
-def server(start_sglang: Callable[..., Any], tiny_moe: Path, store_config: dict[str, Any]) -> Iterator[Any]:
-    import json
-
-    plugin_folder = Path(__file__).parent / "plugin"
-    with start_sglang(
-        tiny_moe,
-        "--enable-return-routed-experts",
-        "--enable-return-indexer-topk",
-        "--output-store-backend",
-        "faulty",
-        "--output-store-backend-extra-config",
-        json.dumps(store_config),
-        environment={"PYTHONPATH": str(plugin_folder)},
-    ) as server:
-        yield server
-
-
-@pytest.fixture
-def reader(
-    test_plugin: Any, open_reader: Callable[..., Any], server: Any, store_config: dict[str, Any]
-) -> Iterator[Any]:
-    """Every test leaves an empty store."""
-    reader = open_reader("faulty", store_config)
-    yield reader
-    assert reader.is_empty_within(5), reader.keys()
 
 
 def test_server_info_names_backend_and_versions(server: Any) -> None:

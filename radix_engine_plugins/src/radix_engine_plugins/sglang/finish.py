@@ -80,7 +80,7 @@ def _delivers(meta_info: dict[str, Any]) -> bool:
         return False
     if reason["type"] != "abort":
         return True
-    return "status_code" not in reason and meta_info.get("completion_tokens", 0) > 0
+    return reason.get("status_code") is None and meta_info.get("completion_tokens", 0) > 0
 
 
 async def _put(

@@ -1,0 +1,88 @@
+"""In front of servers: the stock router drops what it does not know, HAProxy forwards it."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from radix_rl.launch.gateway import Gateway, GatewaySettings, require_output_store
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+BODY = {
+    "input_ids": list(range(30, 60)),
+    "sampling_params": {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True},
+    "return_routed_experts": True,
+    "return_outputs_via_store": True,
+}
+
+
+def test_stock_router_drops_the_opt_in(
+    server: Any, reader: Any, sglang_python: str, start_process: Callable[..., Any], port: Callable[[], int]
+) -> None:
+    """So a client that asked for a reference has to refuse the answer, naming the router."""
+    listen = port()
+    command = [sglang_python, "-m", "sglang_router.launch_router", "--worker-urls", server.url]
+    command += ["--host", "127.0.0.1", "--port", str(listen), "--prometheus-port", str(port())]
+    router = start_process(command, f"http://127.0.0.1:{listen}")
+    router.wait_until_healthy()
+    deadline = time.monotonic() + 60
+    response = router.post("/generate", BODY)
+    while response.status_code == 503 and time.monotonic() < deadline:
+        time.sleep(1)
+        response = router.post("/generate", BODY)
+    router.stop()
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    meta_info = (answer[0] if isinstance(answer, list) else answer)["meta_info"]
+    assert "output_store_ref" not in meta_info
+
+
+@pytest.fixture(scope="module")
+def second_server(server: Any, start_store_server: Callable[..., Any]) -> Iterator[Any]:
+    with start_store_server() as second:
+        yield second
+
+
+def test_opting_in_without_capture_names_the_missing_flag(second_server: Any) -> None:
+    response = second_server.post("/generate", {**BODY, "return_indexer_topk": True})
+    assert response.status_code == 400
+    assert "--enable-return-indexer-topk" in response.text
+
+
+@pytest.fixture
+def gateway(server: Any, second_server: Any, port: Callable[[], int]) -> Iterator[Gateway]:
+    urls = (server.url, second_server.url)
+    require_output_store(urls)
+    gateway = Gateway(GatewaySettings(urls=urls, port=port(), drain_s=30))
+    deadline = time.monotonic() + 30
+    while not (gateway.admin_socket.exists() and all(gateway.is_up(url) for url in urls)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    yield gateway
+    gateway.stop()
+
+
+def test_references_arrive_and_none_is_lost_when_a_server_is_killed(
+    gateway: Gateway, second_server: Any, reader: Any
+) -> None:
+    def ask(_: int) -> dict[str, Any]:
+        response = httpx.post(f"{gateway.url}/generate", json=BODY, timeout=120)
+        assert response.status_code == 200, response.text
+        return response.json()["meta_info"]
+
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(ask, i) for i in range(48)]
+        while sum(future.done() for future in futures) < 12:
+            time.sleep(0.05)
+        second_server.stop(first=signal.SIGKILL)
+        answers = [future.result() for future in futures]
+    assert len({meta_info["output_store_ref"]["key"] for meta_info in answers}) == 48
+    for meta_info in answers:
+        reader.take(meta_info)
+    # What the killed server had stored but not answered: found by prefix and age, as after any crash.
+    reader.store.delete_objects(older_than_s=0)

@@ -1,0 +1,105 @@
+"""Mooncake as the store and several front-end processes, each with a client of its own; then the store goes
+down."""
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+BODY = {
+    "input_ids": list(range(30, 60)),
+    "sampling_params": {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True},
+    "return_routed_experts": True,
+    "return_outputs_via_store": True,
+}
+PREFIX = "run-2/outputs"
+
+
+@pytest.fixture(scope="module")
+def master(mooncake_master: Callable[..., Any]) -> tuple[Any, str]:
+    return mooncake_master()
+
+
+@pytest.fixture(scope="module")
+def reader(open_reader: Callable[..., Any], master: tuple[Any, str]) -> Any:
+    """Contributes the memory in which objects lie; servers are clients only."""
+    _, address = master
+    config = {"master_server_address": address, "local_hostname": "127.0.0.1", "local_buffer_size": "64mb"}
+    return open_reader("mooncake", {**config, "global_segment_size": "256mb", "key_prefix": PREFIX})
+
+
+@pytest.fixture(scope="module")
+def workers(
+    start_sglang: Callable[..., Any], tiny_moe: Path, master: tuple[Any, str], reader: Any
+) -> Iterator[Any]:
+    _, address = master
+    config = {"master_server_address": address, "local_hostname": "127.0.0.1", "local_buffer_size": "64mb"}
+    with start_sglang(
+        tiny_moe,
+        "--enable-return-routed-experts",
+        "--tokenizer-worker-num",
+        "2",
+        "--output-store-backend",
+        "mooncake",
+        "--output-store-backend-extra-config",
+        json.dumps({**config, "key_prefix": PREFIX}),
+    ) as server:
+        yield server
+
+
+def test_every_worker_stores_what_a_full_forward_gives(
+    workers: Any, reader: Any, experts_of_full_forward: Callable
+) -> None:
+    """A key's first part names the client that wrote it."""
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(workers.generate, [BODY] * 40))
+    writers = set()
+    for answer in answers:
+        ref, stash = reader.take(answer["meta_info"])
+        expected = experts_of_full_forward(BODY["input_ids"] + answer["output_ids"])[:-1]
+        np.testing.assert_array_equal(stash.routed_experts, expected)
+        writers.add(ref.key.rsplit("/", 1)[0])
+    assert len(writers) == 2
+    assert reader.is_empty_within(5), reader.keys()
+
+
+def test_workers_serve_chat_streams_and_samples(workers: Any, reader: Any) -> None:
+    sampling = {"max_new_tokens": 3, "temperature": 1.0, "top_k": 5, "n": 2, "ignore_eos": True}
+    answers = workers.generate({**BODY, "sampling_params": sampling, "return_sampling_mask": True})
+    for answer in answers:
+        _, stash = reader.take(answer["meta_info"])
+        assert stash.sampling_mask_lengths.tolist() == [5, 5, 5]
+    chunks = workers.stream("/generate", BODY)
+    reader.take(chunks[-1]["meta_info"])
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    opt_in = {"return_routed_experts": True, "return_outputs_via_store": True}
+    response = workers.post("/v1/chat/completions", {**chat, **opt_in}).json()
+    reader.take(response["choices"][0]["meta_info"])
+    assert reader.is_empty_within(5), reader.keys()
+
+
+def test_every_worker_says_that_the_store_is_on(workers: Any) -> None:
+    for _ in range(6):
+        info = httpx.get(f"{workers.url}/server_info").json()
+        assert info["output_store"]["backend"] == "mooncake"
+        assert info["output_store"]["key_prefix"] == PREFIX
+
+
+def test_store_that_went_down_fails_requests_and_the_server_goes_on(
+    workers: Any, master: tuple[Any, str]
+) -> None:
+    """Last in this file."""
+    process, _ = master
+    process.stop()
+    response = workers.post("/generate", BODY, timeout=200)
+    assert response.status_code == 500
+    assert "could not be stored" in response.text
+    inline = workers.generate({**BODY, "return_outputs_via_store": False})
+    assert "routed_experts" in inline["meta_info"]
