@@ -76,7 +76,9 @@ def engine_of(
     """`async with engine_of(model, **settings) as engine`: a started engine on a copy of the model."""
 
     @contextlib.asynccontextmanager
-    async def make(model: PreTrainedModel, tokenizer: object = None, **changes: object) -> AsyncIterator[EmbeddedEngine]:
+    async def make(
+        model: PreTrainedModel, tokenizer: object = None, **changes: object
+    ) -> AsyncIterator[EmbeddedEngine]:
         engine = EmbeddedEngine(settings(**changes), model=copy.deepcopy(model), tokenizer=tokenizer)
         await engine.start()
         try:
@@ -104,7 +106,8 @@ def request_of() -> Callable[..., GenerateRequest]:
     def make(request_id: str, input_ids: tuple[int, ...], **fields: object) -> GenerateRequest:
         own = {name: fields.pop(name) for name in list(fields) if name in GenerateRequest.__struct_fields__}
         sampling = SamplingParams(**fields)  # type: ignore[arg-type]
-        return GenerateRequest(request_id=request_id, input_ids=input_ids, sampling=sampling, **own)  # type: ignore[arg-type]
+        return GenerateRequest(request_id=request_id, input_ids=input_ids, sampling=sampling, **own)  # type:
+        ignore[arg - type]
 
     return make
 

@@ -1,4 +1,6 @@
-"""Captured choices equal a full forward pass for every router and indexer interface, and unknown ones are refused."""
+"""Captured choices equal a full forward pass for every router and indexer interface, and unknown ones are
+refused.
+"""
 
 import asyncio
 
@@ -43,7 +45,8 @@ DSA = MLA | {"index_topk": 6, "index_n_heads": 32, "index_head_dim": 32, "n_grou
 
 FAMILIES = {
     "Mixtral": GQA | {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "Olmoe": COMMON | {"intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 4},
+    "Olmoe": COMMON
+    | {"intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 4},
     "Qwen2Moe": GQA
     | {
         "intermediate_size": 96,
@@ -94,7 +97,9 @@ def family():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-async def test_rows_of_a_family_equal_one_full_forward(name, family, engine_of, prompt, request_of, check_against):
+async def test_rows_of_a_family_equal_one_full_forward(
+    name, family, engine_of, prompt, request_of, check_against
+):
     model = family(name)
     requests = [
         request_of(str(i), prompt(1 + 17 * i, i), max_new_tokens=12, seed=i, return_routed_experts=True)
@@ -177,7 +182,9 @@ def strange_model(qwen3_moe):
     return qwen3_moe
 
 
-async def test_unknown_router_is_refused_only_where_capture_is_on(strange_model, engine_of, prompt, request_of):
+async def test_unknown_router_is_refused_only_where_capture_is_on(
+    strange_model, engine_of, prompt, request_of
+):
     with pytest.raises(ConfigurationError, match=r"StrangeRouter.*register_router_adapter"):
         async with engine_of(strange_model):
             pass
@@ -185,7 +192,9 @@ async def test_unknown_router_is_refused_only_where_capture_is_on(strange_model,
         assert len((await engine.generate(request_of("a", prompt(4, 1), max_new_tokens=2))).output_ids) == 2
 
 
-async def test_registered_adapter_teaches_a_new_router(strange_model, engine_of, prompt, request_of, monkeypatch):
+async def test_registered_adapter_teaches_a_new_router(
+    strange_model, engine_of, prompt, request_of, monkeypatch
+):
     class StrangeAdapter(RouterAdapter):
         name = "strange"
 

@@ -56,7 +56,9 @@ async def test_same_seed_gives_same_tokens_whatever_else_runs(qwen3_moe, engine_
             engine.generate(request_of(str(i), prompt(5 + 9 * i, i), max_new_tokens=5 * i + 1, top_k=3 + i))
             for i in range(12)
         ]
-        together = await asyncio.gather(*others[:6], engine.generate(target), engine.generate(truncated), *others[6:])
+        together = await asyncio.gather(
+            *others[:6], engine.generate(target), engine.generate(truncated), *others[6:]
+        )
     assert together[6].output_ids == alone.output_ids
     assert together[7].output_ids == alone_truncated.output_ids
     assert alone.output_ids != alone_truncated.output_ids
@@ -179,7 +181,9 @@ async def test_stop_token_ends_the_answer_and_stays_in_it(qwen3_moe, engine_of, 
             request_of("b", ids, max_new_tokens=20, temperature=0.0, stop_token_ids=(stop,))
         )
         later = await engine.generate(
-            request_of("c", ids, max_new_tokens=20, temperature=0.0, stop_token_ids=(stop,), min_new_tokens=12)
+            request_of(
+                "c", ids, max_new_tokens=20, temperature=0.0, stop_token_ids=(stop,), min_new_tokens=12
+            )
         )
         ignored = await engine.generate(
             request_of("d", ids, max_new_tokens=20, temperature=0.0, stop_token_ids=(stop,), ignore_eos=True)
@@ -192,7 +196,9 @@ async def test_stop_token_ends_the_answer_and_stays_in_it(qwen3_moe, engine_of, 
     assert ignored.output_ids == free.output_ids
 
 
-async def test_stream_shows_a_growing_answer_and_ends_with_the_whole_one(qwen3_moe, engine_of, prompt, request_of):
+async def test_stream_shows_a_growing_answer_and_ends_with_the_whole_one(
+    qwen3_moe, engine_of, prompt, request_of
+):
     request = request_of("a", prompt(10, 5), max_new_tokens=20, seed=3, return_routed_experts=True)
     async with engine_of(qwen3_moe) as engine:
         whole = await engine.generate(request)

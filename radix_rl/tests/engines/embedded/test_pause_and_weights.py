@@ -12,7 +12,7 @@ from radix_rl.weights.bucket import pack_buckets
 
 
 async def wait_for_tokens(engine, count: int) -> None:
-    while (await engine.stats()).generated_tokens < count:  # noqa: ASYNC110
+    while (await engine.stats()).generated_tokens < count:
         await asyncio.sleep(0.002)
 
 
@@ -83,7 +83,9 @@ async def test_abort_in_the_queue_answers_without_outputs(qwen3_moe, engine_of, 
     async with engine_of(qwen3_moe) as engine:
         await engine.pause()
         waiting = asyncio.create_task(
-            engine.generate(request_of("a", prompt(10, 1), return_routed_experts=True, return_sampling_mask=True))
+            engine.generate(
+                request_of("a", prompt(10, 1), return_routed_experts=True, return_sampling_mask=True)
+            )
         )
         while not (await engine.stats()).num_waiting:
             await asyncio.sleep(0)
@@ -282,7 +284,9 @@ async def test_dropped_weights_refuse_to_generate_until_a_commit(
         check_against(qwen3_moe, request, await engine.generate(request))
 
 
-async def test_interrupted_update_of_dropped_weights_leaves_none_in_force(qwen3_moe, engine_of, prompt, request_of):
+async def test_interrupted_update_of_dropped_weights_leaves_none_in_force(
+    qwen3_moe, engine_of, prompt, request_of
+):
     async with engine_of(qwen3_moe) as engine:
         await engine.sleep(["weights"])
         await engine.wake(["weights"])

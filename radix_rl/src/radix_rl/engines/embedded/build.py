@@ -58,6 +58,7 @@ def build_core(
         max_running_requests=config.max_running_requests,
         chunked_prefill_tokens=config.chunked_prefill_tokens,
         weight_version=config.weight_version,
+        prefix_cache_tokens=config.prefix_cache_tokens,
     )
 
 

@@ -11,10 +11,12 @@ import torch
 
 from radix_rl.engines.base import PauseMode
 from radix_rl.engines.embedded.finish import FinishCheck
+from radix_rl.engines.embedded.prefix_cache import PrefixCache
 from radix_rl.engines.embedded.runner import ModelRunner
 from radix_rl.engines.embedded.sampler import Sampled, Sampler
 from radix_rl.engines.embedded.sampling_batch import SamplingBatch
 from radix_rl.engines.embedded.sequence import Sequence, SequenceState
+from radix_rl.engines.embedded.shared_prefixes import SharedPrefixes
 from radix_rl.engines.embedded.slot_table import SlotTable
 from radix_rl.engines.embedded.stats import EngineStats
 from radix_rl.engines.embedded.weights import WeightUpdater
@@ -35,6 +37,7 @@ class EngineCore:
         max_running_requests: int,
         chunked_prefill_tokens: int,
         weight_version: str,
+        prefix_cache_tokens: int = 0,
     ) -> None:
         self.runner = runner
         self.weights = WeightUpdater(runner.model, weight_version)
@@ -42,6 +45,7 @@ class EngineCore:
         self.paused: PauseMode | None = None
         self.waiting: deque[Sequence] = deque()
         self.slots = SlotTable(runner.cache, max_running_requests)
+        self.prefixes = PrefixCache(runner.cache, prefix_cache_tokens) if prefix_cache_tokens else None
         self.generated_tokens = 0
         self.prefilled_tokens = 0
         self._finish = FinishCheck(runner.loaded.tokenizer)
@@ -132,6 +136,8 @@ class EngineCore:
 
     def flush_prefixes(self) -> None:
         """Forget cached prefixes."""
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     def check_health(self) -> None:
         """Raises EngineStateError while it cannot generate."""
@@ -146,7 +152,7 @@ class EngineCore:
             num_waiting=len(self.waiting),
             kv_cache_tokens=self.runner.cache.capacity_tokens,
             kv_cache_tokens_used=sum(sequence.computed for sequence in self.slots.running),
-            prefix_cache_tokens_used=0,
+            prefix_cache_tokens_used=0 if self.prefixes is None else self.prefixes.used_tokens,
             generated_tokens=self.generated_tokens,
             prefilled_tokens=self.prefilled_tokens,
             non_finite_logprobs=self.sampler.num_non_finite,
@@ -167,8 +173,9 @@ class EngineCore:
                     sequence.close_span(self.weights.version)
             self.weights.sleep()
         if "kv_cache" in tags and self.runner.cache.allocated:
-            self.flush_prefixes()
             self.runner.cache.release()
+            if self.prefixes is not None:
+                self.prefixes.release()
 
     def wake(self, tags: Rows[str]) -> None:
         if "weights" in tags:
@@ -177,6 +184,8 @@ class EngineCore:
             if not self.weights.awake:
                 raise EngineStateError("the weights are asleep; wake them before the cache takes its memory")
             self.runner.cache.allocate()
+            if self.prefixes is not None:
+                self.prefixes.allocate()
 
     # Steps
 
@@ -192,21 +201,56 @@ class EngineCore:
     @torch.inference_mode()
     def step(self) -> None:
         self._clear_non_finite()
-        while self.waiting and self.slots.try_add(self.waiting[0]):
-            self._admitted(self.waiting.popleft())
+        self._admit()
         if self.slots.prefilling:
             self._prefill()
         if self.slots.num_decoding:
             self._decode()
 
-    def _admitted(self, sequence: Sequence) -> None:
+    def _admit(self) -> None:
+        """Fill free slots in order of arrival.
+
+        With a prefix cache, a request whose prompt is being prefilled for another one steps aside until that is cached;
+        those behind it may go first meanwhile.
+        """
+        prefilling = SharedPrefixes(self.slots.prefilling)
+        aside: list[Sequence] = []
+        while self.waiting:
+            sequence = self.waiting[0]
+            if self.prefixes is not None:
+                if prefilling.computes(sequence):
+                    aside.append(self.waiting.popleft())
+                    continue
+                prefilling.add(sequence)
+            if not self.slots.try_add(sequence):
+                break
+            self.waiting.popleft()
+            self._start(sequence, slot=len(self.slots.running) - 1)
+        self.waiting.extendleft(reversed(aside))
+
+    def _start(self, sequence: Sequence, slot: int) -> None:
         sequence.computed = 0
         sequence.cache_version = self.weights.version
+        if self.prefixes is None:
+            return
+        # At least one token must go through the model, or there are no logits to sample from.
+        places = self.prefixes.match(sequence.token_range(0, sequence.num_tokens - 1))
+        if len(places):
+            self.prefixes.load(places, slot)
+            sequence.computed = len(places)
+            if not sequence.output_ids:
+                sequence.cached_tokens = len(places)
+
+    def _keep_prefix(self, sequence: Sequence, slot: int) -> None:
+        """Offer what a slot holds to later requests; never what two weight versions computed."""
+        if self.prefixes is not None and sequence.cache_version == self.weights.version is not None:
+            self.prefixes.insert(sequence.token_range(0, sequence.computed), slot)
 
     def _clear_non_finite(self) -> None:
         """Non-finite keys or values of an earlier request would spoil the next owner of their slot."""
         if not self.slots.running and self.sampler.num_non_finite > self._non_finite_cleared:
             self.runner.cache.zero()
+            self.flush_prefixes()
             self._non_finite_cleared = self.sampler.num_non_finite
 
     def _prefill(self) -> None:
@@ -217,6 +261,8 @@ class EngineCore:
         done = [i for i, sequence in enumerate(group) if sequence.computed == sequence.num_tokens]
         if not done:
             return
+        for i in done:
+            self._keep_prefix(group[i], first_slot + i)
         # Only the last of a group can be unfinished: the others would not have left room for it.
         self.slots.prefill_done(len(done))
         sampled_rows = [
@@ -283,6 +329,7 @@ class EngineCore:
             sequence = self.slots.running[slot]
             reason = reasons.get(id(sequence))
             if reason is not None:
+                self._keep_prefix(sequence, slot)
                 self._end(sequence, reason, slot)
                 self.slots.remove(slot)
 

@@ -1,0 +1,156 @@
+"""Distributions, supports and penalties, computed by hand or from the model's own logits."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from radix_rl.engines.embedded.noise import gumbel, row_keys
+from radix_rl.engines.embedded.sampler import Sampler
+from radix_rl.engines.embedded.sampling_batch import SamplingBatch
+from radix_rl.engines.embedded.sequence import Sequence
+
+PROBS = [0.4, 0.3, 0.2, 0.1]
+
+
+@pytest.fixture
+def sample(request_of):
+    """`sample(probs, **sampling)`: one draw for each seed, from the same distribution."""
+
+    def run(probs, seeds=range(1), output_ids=(), **fields):
+        sequences = [
+            Sequence(
+                request=request_of(str(seed), (0,), **fields),
+                seed=seed,
+                stop_token_ids=frozenset({0}),
+                on_finish=lambda _: None,
+                output_ids=list(output_ids),
+            )
+            for seed in seeds
+        ]
+        batch = SamplingBatch(sequences, len(probs), torch.device("cpu"))
+        logits = torch.tensor(probs).log().repeat(len(sequences), 1)
+        return Sampler(len(probs), torch.device("cpu")).sample(logits, batch)
+
+    return run
+
+
+def test_frequencies_are_those_of_the_distribution(sample):
+    tokens = np.array(sample(PROBS, seeds=range(20000)).tokens)
+    np.testing.assert_allclose(np.bincount(tokens, minlength=4) / 20000, PROBS, atol=0.012)
+
+
+def test_temperature_sharpens_the_distribution(sample):
+    drawn = sample(PROBS, seeds=range(20000), temperature=0.5)
+    squared = np.array(PROBS) ** 2
+    expected = squared / squared.sum()
+    np.testing.assert_allclose(np.bincount(drawn.tokens, minlength=4) / 20000, expected, atol=0.012)
+    np.testing.assert_allclose(drawn.logprobs, np.log(expected)[drawn.tokens], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"top_k": 2}, [0, 1]),
+        ({"top_k": 1}, [0]),
+        ({"top_p": 0.5}, [0, 1]),
+        ({"top_p": 0.75}, [0, 1, 2]),
+        ({"min_p": 0.6}, [0, 1]),
+        ({"top_k": 3, "top_p": 0.95, "min_p": 0.3}, [0, 1, 2]),
+        ({"top_k": 3, "top_p": 0.5, "min_p": 0.3}, [0, 1]),
+        ({}, [0, 1, 2, 3]),
+    ],
+)
+def test_support_is_what_was_sampled_from_and_logprobs_are_renormalised(sample, fields, kept):
+    drawn = sample(PROBS, seeds=range(400), return_sampling_mask=True, **fields)
+    mass = sum(PROBS[i] for i in kept)
+    assert set(drawn.tokens) == set(kept)
+    for row, (token, logprob) in enumerate(zip(drawn.tokens, drawn.logprobs, strict=True)):
+        support = drawn.supports[row]
+        assert support.token_ids.tolist() == kept
+        np.testing.assert_allclose(np.exp(support.logprobs), [PROBS[i] / mass for i in kept], atol=1e-6)
+        assert logprob == pytest.approx(np.log(PROBS[token] / mass), abs=1e-5)
+
+
+def test_greedy_support_is_one_token(sample):
+    drawn = sample(PROBS, temperature=0.0, return_sampling_mask=True)
+    assert drawn.tokens == [0]
+    assert drawn.supports[0].token_ids.tolist() == [0]
+    assert drawn.supports[0].logprobs.tolist() == [0.0]
+    assert drawn.logprobs[0] == pytest.approx(np.log(0.4), abs=1e-6)
+
+
+def test_penalties_act_on_sampled_tokens(sample):
+    # Token 0 came twice. log 0.4 = -0.916: repetition 2 doubles it, frequency takes 2 * 0.5, presence 0.25.
+    drawn = sample(
+        PROBS,
+        output_ids=(0, 0),
+        temperature=0.0,
+        repetition_penalty=2.0,
+        frequency_penalty=0.5,
+        presence_penalty=0.25,
+    )
+    scores = np.log(PROBS)
+    scores[0] = 2 * scores[0] - 1.0 - 0.25
+    assert drawn.tokens == [1]
+    assert drawn.logprobs[0] == pytest.approx(scores[1] - np.log(np.exp(scores).sum()), abs=1e-5)
+
+
+def test_end_tokens_wait_for_the_minimum_length(sample):
+    assert 0 not in sample(PROBS, seeds=range(200), min_new_tokens=1, max_new_tokens=4).tokens
+    assert 0 in sample(PROBS, seeds=range(200), min_new_tokens=1, max_new_tokens=4, output_ids=(1,)).tokens
+
+
+def test_noise_is_gumbel_and_a_function_of_its_key_and_token():
+    keys = row_keys(np.arange(500, dtype=np.uint64), np.zeros(500, np.uint64))
+    ids = torch.arange(400, dtype=torch.int32)[None]
+    noise = gumbel(keys, ids)
+    assert torch.isfinite(noise).all()
+    # Mean is Euler's constant, variance pi^2 / 6.
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
+    assert noise.var().item() == pytest.approx(1.6449, abs=0.03)
+    assert torch.equal(gumbel(keys[7:8], ids[:, 30:40]), noise[7:8, 30:40])
+    correlation = np.corrcoef(noise[:, 0].numpy(), noise[:, 1].numpy())[0, 1]
+    assert abs(correlation) < 0.15
+
+
+async def test_masks_have_one_support_for_each_output_token(qwen3_moe, engine_of, prompt, request_of):
+    requests = [
+        request_of(
+            str(i),
+            prompt(9, i),
+            max_new_tokens=6,
+            seed=i,
+            return_sampling_mask=True,
+            sampling_logprobs_mode=mode,
+            **fields,
+        )
+        for i, (mode, fields) in enumerate(
+            [
+                ("support", {"top_p": 0.7}),
+                ("selected", {"top_k": 5}),
+                ("support", {"temperature": 0.0}),
+                ("support", {"top_k": 9, "min_p": 0.01, "temperature": 1.3}),
+            ]
+        )
+    ]
+    async with engine_of(qwen3_moe) as engine:
+        outputs = await asyncio.gather(*[engine.generate(request) for request in requests])
+    for request, output in zip(requests, outputs, strict=True):
+        stash = output.outputs
+        assert len(stash.sampling_mask_lengths) == 6
+        assert stash.sampling_mask_lengths.sum() == len(stash.sampling_mask_token_ids)
+        ends = np.cumsum(stash.sampling_mask_lengths)
+        ids = torch.tensor([[*request.input_ids, *output.output_ids]])
+        with torch.no_grad():
+            logits = qwen3_moe(input_ids=ids).logits[0, 8:-1] / (request.sampling.temperature or 1.0)
+        for i, token in enumerate(output.output_ids):
+            support = stash.sampling_mask_token_ids[ends[i] - stash.sampling_mask_lengths[i] : ends[i]]
+            assert token in support
+            best = logits[i].topk(len(support)).indices
+            assert sorted(support) == sorted(best.tolist())
+            if request.sampling.temperature:
+                renormalised = logits[i] - logits[i][support].logsumexp(0)
+                assert output.output_logprobs[i] == pytest.approx(renormalised[token].item(), abs=1e-4)
+        assert (stash.sampling_mask_logprobs is None) == (request.sampling_logprobs_mode == "selected")

@@ -1,0 +1,89 @@
+"""Outputs through the store: the reference replaces the arrays, and nothing stays behind that nobody
+holds.
+"""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from radix_rl.errors import ConfigurationError
+from radix_transfer_plugins import OutputStore, StoreRef, TokenOutputStash, create_backend
+
+STORE = {"backend": "memory", "config": {"key_prefix": "test/embedded"}}
+
+
+@pytest.fixture
+def store():
+    """A second client of the engine's store; empty at the start."""
+    client = OutputStore(backend=create_backend("memory", STORE["config"]))
+    client.delete_objects(older_than_s=0.0)
+    yield client
+    client.delete_objects(older_than_s=0.0)
+    client.close()
+
+
+async def test_stored_rows_equal_inline_rows(qwen3_moe, engine_of, prompt, request_of, store):
+    fields = {"max_new_tokens": 8, "seed": 1, "return_routed_experts": True, "routed_experts_start_len": 4}
+    async with engine_of(qwen3_moe, output_store=STORE) as engine:
+        inline = await engine.generate(request_of("a", prompt(10, 1), **fields))
+        stored = await engine.generate(
+            request_of("b", prompt(10, 1), **fields, return_outputs_via_store=True)
+        )
+        assert engine.capabilities.output_store == "memory"
+    assert inline.output_store_ref is None
+    assert stored.outputs is None
+    ref = StoreRef.from_builtins(stored.output_store_ref)
+    assert ref.fields["routed_experts"].codec == "narrow"
+    assert ref.fields["routed_experts"].start_row == 4
+    (stash,) = store.read_many([(ref, ["routed_experts"])], stash_type=TokenOutputStash, buffer_bytes=1 << 20)
+    np.testing.assert_array_equal(stash.routed_experts, inline.outputs.routed_experts)
+    store.delete_many([ref])
+    assert list(store.list_objects()) == []
+
+
+async def test_cancelling_at_any_moment_leaves_no_object(qwen3_moe, engine_of, prompt, request_of, store):
+    delays = np.random.default_rng(0).uniform(0.0, 0.08, 40)
+    held: list[StoreRef] = []
+
+    async def one(engine, i: int, delay: float) -> None:
+        request = request_of(
+            str(i),
+            prompt(5 + i, i),
+            max_new_tokens=1 + i % 7,
+            return_routed_experts=True,
+            return_outputs_via_store=True,
+        )
+        try:
+            output = await asyncio.wait_for(engine.generate(request), delay)
+        except TimeoutError:
+            return
+        held.append(StoreRef.from_builtins(output.output_store_ref))
+
+    async with engine_of(qwen3_moe, output_store=STORE) as engine:
+        await asyncio.gather(*[one(engine, i, delay) for i, delay in enumerate(delays)])
+        stats = await engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_cache_tokens_used) == (0, 0, 0)
+    keys = {info.key for info in store.list_objects()}
+    assert keys == {f"{ref.key}/routed_experts" for ref in held}
+    assert len(held) < 40
+
+
+async def test_abort_in_the_queue_stores_nothing(qwen3_moe, engine_of, prompt, request_of, store):
+    async with engine_of(qwen3_moe, output_store=STORE) as engine:
+        await engine.pause()
+        request = request_of("a", prompt(5, 1), return_routed_experts=True, return_outputs_via_store=True)
+        waiting = asyncio.create_task(engine.generate(request))
+        while not (await engine.stats()).num_waiting:
+            await asyncio.sleep(0)
+        await engine.abort()
+        output = await waiting
+    assert output.output_store_ref is None
+    assert output.outputs is None
+    assert list(store.list_objects()) == []
+
+
+async def test_unknown_backend_is_refused_at_start(qwen3_moe, engine_of):
+    with pytest.raises((ConfigurationError, ValueError), match="nowhere"):
+        async with engine_of(qwen3_moe, output_store={"backend": "nowhere"}):
+            pass
