@@ -309,24 +309,15 @@ async def test_rows_without_a_shape_are_refused_not_guessed(request_for):
 
 
 @pytest.mark.parametrize(
-    ("meta", "complaint"),
+    ("shape", "rows", "complaint"),
     [
-        (
-            {"routed_experts_shape": [6, 2, 3]},
-            "96 bytes, expected whole rows of 2 layers x 3 int32|rows of 2 layers x 3",
-        ),
-        ({"routed_experts_shape": [6, 5, 1]}, "expected whole rows of 5 layers x 1"),
-        ({"routed_experts_shape": [6, 2, 2], "routed_experts": "@@@"}, "not base64"),
+        ([6, 2, 3], base64.b64encode(bytes(100)).decode(), "100 bytes, expected whole rows of 2 layers x 3"),
+        ([6, 5, 1], base64.b64encode(bytes(96)).decode(), "96 bytes, expected whole rows of 5 layers x 1"),
+        ([6, 2, 2], "@@@", "not base64"),
     ],
 )
-async def test_rows_that_do_not_fit_their_shape_are_refused(request_for, meta, complaint):
-    engine = answering(sglang_answer(**meta))
-    if meta["routed_experts_shape"][1:] == [2, 3]:
-        meta_rows = np.zeros(25, "<i4")
-        engine = answering(
-            sglang_answer(**meta, routed_experts=base64.b64encode(meta_rows.tobytes()).decode())
-        )
-        complaint = "100 bytes"
+async def test_rows_that_do_not_fit_their_shape_are_refused(request_for, shape, rows, complaint):
+    engine = answering(sglang_answer(routed_experts=rows, routed_experts_shape=shape))
     with pytest.raises(ReplayError, match=complaint):
         await engine.generate(request_for(return_routed_experts=True))
     await engine.close()

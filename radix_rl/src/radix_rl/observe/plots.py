@@ -11,7 +11,7 @@ import matplotlib.figure
 import matplotlib.ticker
 import msgspec
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "axes.edgecolor": "#9aa3ad",
     "axes.axisbelow": True,
     "axes.grid": True,

@@ -93,7 +93,7 @@ def read_records(path: Path) -> list[Record]:
 def read_hub_records(dataset: str, split: Literal["train", "test"]) -> list[Record]:
     """A split from the model hub, through the extra `hub`."""
     try:
-        from datasets import load_dataset
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise DataError(
             "reading from the hub needs the datasets library: pip install 'radix-rl[hub]'"
