@@ -58,7 +58,7 @@ class TestNarrowByte(CodecConformance):
             (rows.astype(np.int32), 0),
             (rows.astype(np.int64), 11),
             (edges.astype(np.int32), 0),
-            (np.arange(self.ids).astype(np.uint16).reshape(-1, 5), 0),
+            (np.arange(self.ids).astype(np.uint16).reshape(-1, 1), 0),
             (np.empty((0, 6, 8), np.int32), 3),
             (np.full((300_000,), -1, np.int32), 0),
         ]
@@ -69,12 +69,20 @@ class TestNarrowByte(CodecConformance):
             (np.array([[0, -2]], np.int32), 0),
             (np.array([[0, self.ids + 65536]], np.int64), 0),
             (np.array([[0.0]], np.float32), 0),
-            (np.array([[0]], np.int8), 0),
+            (np.array([[True]]), 0),
         ]
+
+
+class TestNarrowSignedByte(TestNarrowByte):
+    ids = 128
 
 
 class TestNarrowTwoBytes(TestNarrowByte):
     ids = 65535
+
+
+class TestNarrowSignedTwoBytes(TestNarrowByte):
+    ids = 512
 
 
 @pytest.mark.parametrize(("ids", "itemsize"), [(1, 1), (254, 1), (255, 1), (256, 2), (512, 2), (65535, 2)])

@@ -1,5 +1,6 @@
 """What a batch of read requests needs from the backend, worked out before anything is read."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -44,7 +45,7 @@ def plan_reads(
 
     Raises the errors of `OutputStore.read_many`; reads nothing.
     """
-    members = {field.name: field.required for field in msgspec.structs.fields(stash_type)}
+    members = _members(stash_type)
     reads: dict[str, FieldRead] = {}
     for index, request in enumerate(requests):
         ref, names = request[0], request[1]
@@ -107,6 +108,12 @@ def _chunks(reads: Sequence[FieldRead], buffer_bytes: int) -> Iterator[list[Fiel
         chunk_bytes += read.spec.stored_bytes
     if chunk:
         yield chunk
+
+
+@functools.lru_cache(maxsize=256)
+def _members(stash_type: type[msgspec.Struct]) -> dict[str, bool]:
+    """Field name -> whether it has no default. Cached: msgspec resolves annotations anew each time."""
+    return {field.name: field.required for field in msgspec.structs.fields(stash_type)}
 
 
 def _require_members(

@@ -11,7 +11,7 @@ from radix_transfer_plugins.errors import CodecError, ConfigError, CorruptObject
 
 MAX_IDS = 65535
 _BLOCK_ITEMS = 1 << 18
-"""Items decoded at a time: the intermediate results stay in the processor's cache."""
+"""Items worked on at a time: they stay in the processor's cache from one pass to the next."""
 
 
 class NarrowCodec(Codec):
@@ -34,6 +34,7 @@ class NarrowCodec(Codec):
             )
         self.ids = ids
         self._code = np.dtype("u1") if ids <= 255 else np.dtype("<u2")
+        self._signed_ids = 1 << (8 * self._code.itemsize - 1)
 
     @classmethod
     def from_config(cls, config: Mapping[str, str | int | bool]) -> Self:
@@ -52,15 +53,19 @@ class NarrowCodec(Codec):
                 f"codec 'narrow' with {self.ids} ids stores integer arrays that can hold them, got dtype "
                 f"{array.dtype!s}"
             )
-        if array.size:
-            least, largest = int(array.min()), int(array.max())
+        items = np.ascontiguousarray(array).reshape(-1)
+        codes = np.empty(items.size, self._code)
+        for start in range(0, items.size, _BLOCK_ITEMS):
+            block = items[start : start + _BLOCK_ITEMS]
+            least, largest = int(block.min()), int(block.max())
             if least < -1 or largest >= self.ids:
                 raise CodecError(
                     f"codec 'narrow' stores ids in [-1, {self.ids}), got values from {least} to {largest}; "
                     "configure it with the model's number of ids"
                 )
-        # The cast keeps the low bits, which turns -1 into the largest code.
-        return np.ascontiguousarray(array).astype(self._code, copy=False)
+            # The cast keeps the low bits, which turns -1 into the largest code.
+            np.copyto(codes[start : start + _BLOCK_ITEMS], block, casting="unsafe")
+        return codes
 
     def decode(
         self,
@@ -78,25 +83,37 @@ class NarrowCodec(Codec):
         codes = np.frombuffer(data, dtype=self._code).reshape(shape)
         if rows is not None:
             codes = codes[rows[0] : rows[1]]
+        if dtype.kind == "i" and self.ids <= self._signed_ids:
+            return self._decode_signed(codes, dtype)
+        return self._decode_unsigned(codes, dtype)
+
+    def _decode_signed(self, codes: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        # Read as a signed integer the code of -1 is -1, and no id uses the sign bit.
+        signed = codes.view(self._code.str.replace("u", "i"))
+        if signed.size and (int(signed.min()) < -1 or int(signed.max()) >= self.ids):
+            raise self._no_id(dtype)
+        return signed.astype(dtype)
+
+    def _decode_unsigned(self, codes: np.ndarray, dtype: np.dtype) -> np.ndarray:
         out = np.empty(codes.shape, dtype)
         flat_codes, flat_out = codes.reshape(-1), out.reshape(-1)
         one = self._code.type(1)
+        least_allowed = 0 if dtype.kind == "i" else 1
         for start in range(0, flat_codes.size, _BLOCK_ITEMS):
-            # Adding 1 wraps the code of -1 to 0 and leaves ids + 1, so that one comparison checks all and a
-            # subtraction in the wider type restores all.
+            # Adding 1 wraps the code of -1 to 0, so that two comparisons check all and a subtraction in the
+            # wider type restores all.
             block = flat_codes[start : start + _BLOCK_ITEMS] + one
-            self._require_codes(block, dtype)
+            if int(block.max()) > self.ids or int(block.min()) < least_allowed:
+                raise self._no_id(dtype)
             target = flat_out[start : start + _BLOCK_ITEMS]
             target[...] = block
             target -= 1
         return out
 
-    def _require_codes(self, codes_plus_one: np.ndarray, dtype: np.dtype) -> None:
-        least_allowed = 0 if dtype.kind == "i" else 1
-        if int(codes_plus_one.max()) > self.ids or int(codes_plus_one.min()) < least_allowed:
-            raise CorruptObjectError(
-                f"codec 'narrow' found a code that is no id in [-1, {self.ids}) of {dtype!s}"
-            )
+    def _no_id(self, dtype: np.dtype) -> CorruptObjectError:
+        return CorruptObjectError(
+            f"codec 'narrow' found a code that is no id in [-1, {self.ids}) of {dtype!s}"
+        )
 
     def _holds_ids(self, dtype: np.dtype) -> bool:
         return dtype.kind in "iu" and int(np.iinfo(dtype).max) >= self.ids - 1
