@@ -24,7 +24,7 @@ def test_sizes_count_by_1024(text, num_bytes):
     "value", [-1, True, 1.5, None, "", "gb", "1eb", "-1gb", "1e9", "1,5gb", "1gb extra", "\u0661gb", "9" * 30]
 )
 def test_what_is_no_size_is_refused_with_examples(value):
-    with pytest.raises(ConfigError, match='local_buffer_size: expected bytes .* "1gb"'):
+    with pytest.raises(ConfigError, match=r'local_buffer_size: expected bytes .* "1gb"'):
         parse_bytes(value, "local_buffer_size")
 
 
@@ -38,7 +38,7 @@ def test_durations(text, seconds):
 
 @pytest.mark.parametrize("value", [-1, True, None, "", "h", "2w", float("nan"), float("inf"), "-2h"])
 def test_what_is_no_duration_is_refused_with_examples(value):
-    with pytest.raises(ConfigError, match='expected seconds .* "2h"'):
+    with pytest.raises(ConfigError, match=r'expected seconds .* "2h"'):
         parse_seconds(value)
 
 
