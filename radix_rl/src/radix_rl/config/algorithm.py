@@ -1,10 +1,10 @@
 """`[algorithm]`: advantages, policy loss, KL penalty and rollout correction."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, Tag, model_validator
 
-from radix_rl.config.base import Section
+from radix_rl.config.base import Section, variant_by_type
 
 
 class PpoClipLossConfig(Section):
@@ -50,7 +50,11 @@ class CispoLossConfig(Section):
 
 
 LossConfig = Annotated[
-    PpoClipLossConfig | DapoLossConfig | GspoLossConfig | CispoLossConfig, Field(discriminator="type")
+    Annotated[PpoClipLossConfig, Tag("ppo_clip")]
+    | Annotated[DapoLossConfig, Tag("dapo")]
+    | Annotated[GspoLossConfig, Tag("gspo")]
+    | Annotated[CispoLossConfig, Tag("cispo")],
+    variant_by_type("ppo_clip"),
 ]
 
 
@@ -78,7 +82,10 @@ class MaskedCorrectionConfig(Section):
 
 
 CorrectionConfig = Annotated[
-    NoCorrectionConfig | TruncatedCorrectionConfig | MaskedCorrectionConfig, Field(discriminator="type")
+    Annotated[NoCorrectionConfig, Tag("none")]
+    | Annotated[TruncatedCorrectionConfig, Tag("truncated")]
+    | Annotated[MaskedCorrectionConfig, Tag("masked")],
+    variant_by_type("none"),
 ]
 
 
@@ -95,3 +102,12 @@ class AlgorithmConfig(Section):
     correction: CorrectionConfig = NoCorrectionConfig()
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty (k3) to the initial model. 0: no reference model is kept."""
+
+    @model_validator(mode="after")
+    def _one_correction(self) -> Self:
+        if self.old_logprobs == "rollout" and self.correction.type != "none":
+            raise ValueError(
+                'old_logprobs "rollout" has the engine in the denominator of the ratio already, so that a correction '
+                'corrects twice; set algorithm.correction.type="none" or algorithm.old_logprobs="recomputed"'
+            )
+        return self

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _UNIT_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -33,3 +33,12 @@ def parse_bytes(value: Any) -> Any:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
 """A number of bytes; text with a unit is accepted."""
+
+
+def variant_by_type(default: str) -> Discriminator:
+    """Chooses a section's variant by its `type`, and `default` where a table names none."""
+
+    def tag(value: Any) -> Any:
+        return value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+
+    return Discriminator(tag)

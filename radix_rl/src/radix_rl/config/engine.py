@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
-from radix_rl.config.base import Section
+from radix_rl.config.base import Section, variant_by_type
 
 
 class EmbeddedEngineConfig(Section):
@@ -40,4 +40,7 @@ class RemoteEngineConfig(Section):
     """How long a server may take until it answers /health."""
 
 
-EngineConfig = Annotated[EmbeddedEngineConfig | RemoteEngineConfig, Field(discriminator="type")]
+EngineConfig = Annotated[
+    Annotated[EmbeddedEngineConfig, Tag("embedded")] | Annotated[RemoteEngineConfig, Tag("remote")],
+    variant_by_type("embedded"),
+]

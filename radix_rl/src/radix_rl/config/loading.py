@@ -31,7 +31,9 @@ def parse_config(table: Mapping[str, Any], source: str) -> RunConfig:
         return RunConfig.model_validate(table)
     except ValidationError as error:
         lines = [_describe(entry) for entry in error.errors()]
-        raise ConfigurationError("\n  ".join([f"{source}: {len(lines)} invalid setting(s)", *lines])) from error
+        raise ConfigurationError(
+            "\n  ".join([f"{source}: {len(lines)} invalid setting(s)", *lines])
+        ) from error
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
@@ -72,6 +74,10 @@ def _describe(entry: Any) -> str:
         return f"{where}: unknown setting; {_suggest(path[-1], _field_names(section))}"
     if entry["type"] == "missing":
         return f"{where}: required, but not set"
+    if entry["type"] == "union_tag_not_found":
+        return f"{where}.type: required, but not set; known: {', '.join(_variant_names(path))}"
+    if entry["type"] == "union_tag_invalid":
+        return f"{where}.type: expected {entry['ctx']['expected_tags']}, got {entry['ctx']['tag']!r}"
     message = entry["msg"].removeprefix("Value error, ")
     if isinstance(entry["input"], dict) or " got " in message:
         return f"{where}: {message}"
@@ -89,7 +95,12 @@ def _resolve(location: tuple[int | str, ...]) -> tuple[type[BaseModel] | None, l
             section, choices = variant, []
             continue
         path.append(str(part))
-        if part == location[-1] and len(choices) <= 1 and section is not None and part not in section.model_fields:
+        if (
+            part == location[-1]
+            and len(choices) <= 1
+            and section is not None
+            and part not in section.model_fields
+        ):
             break
         if isinstance(part, int) or section is None:
             continue
@@ -98,6 +109,16 @@ def _resolve(location: tuple[int | str, ...]) -> tuple[type[BaseModel] | None, l
         if len(choices) == 1:
             section = choices[0]
     return section, path
+
+
+def _variant_names(path: Sequence[str]) -> list[str]:
+    """The types that a section with variants may have."""
+    choices: list[type[BaseModel]] = [RunConfig]
+    for name in path:
+        fields = [choice.model_fields[name] for choice in choices if name in choice.model_fields]
+        # A number is a place in a list of sections, whose element type is the list's.
+        choices = [section for field in fields for section in _sections_in(field.annotation)] or choices
+    return [str(_tag(choice)) for choice in choices]
 
 
 def _sections_in(annotation: Any) -> Iterable[type[BaseModel]]:

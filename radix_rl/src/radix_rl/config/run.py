@@ -54,8 +54,14 @@ class RunConfig(Section):
                 "raise rollout.prompts_per_step or lower train.minibatches"
             )
         if self.engine.type == "remote" and self.weights.transport == "memory":
-            raise ValueError('weights.transport "memory" needs engine.type "embedded"; set weights.transport="http"')
-        if self.engine.type == "remote" and self.output_store.enabled and self.output_store.backend == "memory":
+            raise ValueError(
+                'weights.transport "memory" needs engine.type "embedded"; set weights.transport="http"'
+            )
+        if (
+            self.engine.type == "remote"
+            and self.output_store.enabled
+            and self.output_store.backend == "memory"
+        ):
             raise ValueError(
                 'output_store.backend "memory" cannot be reached by a remote engine; use "shared_memory" on one '
                 'machine or "mooncake"'

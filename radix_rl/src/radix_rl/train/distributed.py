@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from radix_rl.config import RunConfig
-from radix_rl.errors import ConfigurationError, TrainingError
+from radix_rl.errors import ConfigurationError, RadixError, TrainingError
 from radix_rl.launch.store import RunStore
 from radix_rl.rollout.sample import decode_samples, encode_samples
 from radix_rl.train.checkpoint import RunState
@@ -94,8 +94,9 @@ class DistributedTrainer:
             assigned = assign_to_ranks([len(task.sample.tokens) for task in minibatch], self._size)
             for share, positions in zip(shares, assigned, strict=True):
                 share.append([minibatch[position] for position in positions])
-        for (_, pipe), share in zip(self._children, shares[1:], strict=True):
-            pipe.send(("step", [_encode(tasks) for tasks in share], measure_without_replay))
+        self._tell(
+            *(("step", [_encode(tasks) for tasks in share], measure_without_replay) for share in shares[1:])
+        )
         metrics = self._guarded(
             lambda: self._rank.step(shares[0], measure_without_replay=measure_without_replay)
         )
@@ -104,14 +105,14 @@ class DistributedTrainer:
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate to the end: every tensor is gathered by all ranks together."""
-        self._tell("weights")
+        self._tell(*[("weights",)] * len(self._children))
         iterator = self._rank.named_weights()
         while (item := self._guarded(lambda: next(iterator, None))) is not None:
             yield item
         self._await_children()
 
     def save(self, state: RunState) -> Path:
-        self._tell("save", state)
+        self._tell(*[("save", state)] * len(self._children))
         path = self._guarded(lambda: self._rank.save(state))
         self._await_children()
         return path
@@ -133,14 +134,21 @@ class DistributedTrainer:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _tell(self, *message: Any) -> None:
-        for _, pipe in self._children:
-            pipe.send(message)
+    def _tell(self, *messages: tuple) -> None:
+        """One message to each child."""
+        for (child, pipe), message in zip(self._children, messages, strict=True):
+            try:
+                pipe.send(message)
+            except OSError as error:
+                report = _receive(pipe, REPORT_TIMEOUT_S)
+                raise TrainingError(f"{child.name} failed:\n{report}") from error
 
     def _guarded(self, call: Any) -> Any:
         """Run rank 0's part. A child that failed breaks its collectives; the child's traceback is the reason to give."""
         try:
             return call()
+        except RadixError:
+            raise
         except RuntimeError as error:
             for child, pipe in self._children:
                 report = _receive(pipe, REPORT_TIMEOUT_S)

@@ -1,0 +1,171 @@
+"""Configurations from TOML and overrides, and what a mistake is answered with."""
+
+from pathlib import Path
+
+import pytest
+
+from radix_rl.config import RunConfig, load_config, parse_config
+from radix_rl.config.base import parse_bytes
+from radix_rl.config.engine import RemoteEngineConfig
+from radix_rl.errors import ConfigurationError
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+EXAMPLES = sorted((REPOSITORY / "examples").rglob("*.toml"))
+
+MINIMAL = """
+output_dir = "runs/x"
+[model]
+path = "m"
+[environment]
+type = "arithmetic"
+[train]
+steps = 3
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def fault(path, *overrides):
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_there_are_examples():
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_every_example_parses(path):
+    assert load_config(path).train.steps >= 1
+
+
+def test_settings_have_the_types_of_the_tree(minimal):
+    config = load_config(minimal)
+    assert (config.output_dir, config.train.steps, config.engine.type) == (Path("runs/x"), 3, "embedded")
+
+
+def test_overrides_are_typed_and_later_ones_win(minimal):
+    config = load_config(
+        minimal,
+        [
+            "train.steps=5",
+            "train.steps=7",
+            "optimizer.betas=[0.8, 0.9]",
+            "output_store.read_buffer_bytes=1gb",
+            "output_store.config.master_server_address=10.0.0.1:50051",
+            "output_store.config.local_buffer_size=4096",
+            "model.path=/models/a b",
+            "eval.sampling.stop=['END']",
+            "train.replay_routed_experts=false",
+        ],
+    )
+    assert config.train.steps == 7
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.output_store.read_buffer_bytes == 1 << 30
+    assert config.output_store.config == {"master_server_address": "10.0.0.1:50051", "local_buffer_size": 4096}
+    assert config.model.path == Path("/models/a b")
+    assert config.eval.sampling.stop == ("END",)
+    assert config.train.replay_routed_experts is False
+
+
+def test_choosing_another_variant_drops_the_settings_of_the_one_before(minimal):
+    minimal.write_text(MINIMAL + '[engine]\ntype = "embedded"\nkv_cache_tokens = 99\n')
+    config = load_config(
+        minimal, ["engine.type=remote", 'engine.urls=["http://a:1"]', "weights.transport=http"]
+    )
+    assert config.engine == RemoteEngineConfig(urls=("http://a:1",))
+
+
+def test_an_override_of_the_same_variant_keeps_its_settings(minimal):
+    minimal.write_text(MINIMAL + '[engine]\ntype = "embedded"\nkv_cache_tokens = 99\n')
+    assert load_config(minimal, ["engine.type=embedded"]).engine.kv_cache_tokens == 99
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.stepps=3", "train.stepps: unknown setting; did you mean steps?"),
+        ("engine.dtyp=float32", "engine.dtyp: unknown setting; did you mean dtype"),
+        ("rollout.sampling.temprature=1", "rollout.sampling.temprature: unknown setting; did you mean temperature?"),
+        ("algorithm.loss.qqq=1", "algorithm.loss.qqq: unknown setting; known here: clip_high, clip_low"),
+        ("trian.steps=3", "trian: unknown setting; did you mean train?"),
+        ("train.steps=many", "train.steps: Input should be a valid integer"),
+        ("train.steps=0", "train.steps: Input should be greater than or equal to 1, got 0"),
+        ("engine.dtype=float64", "engine.dtype: Input should be 'bfloat16', 'float16' or 'float32', got 'float64'"),
+        ("weights.bucket_bytes=12 parsecs", "weights.bucket_bytes: expected a size such as 1048576"),
+        ("engine.type=embeded", "engine.type: expected 'embedded', 'remote', got 'embeded'"),
+        ("environment.type=arithmetics", "environment.type: expected 'arithmetic', 'gsm8k', got 'arithmetics'"),
+        ("observe.trackers=[{project='x'}]", "observe.trackers.0.type: required, but not set; known: tensorboard, wandb"),
+        ("rollout.sampling.temperature=0", "rollout.sampling.temperature is 0 (greedy)"),
+        ("train.minibatches=300", "train.minibatches is 300 but a step has only 256 samples"),
+        ("train", "expected an override key.path=value, got 'train'"),
+        ("=3", "expected an override key.path=value, got '=3'"),
+        ("train.steps.x=3", "train.steps is a value, not a table"),
+    ],
+)
+def test_a_mistake_is_answered_with_its_path_and_the_remedy(override, expected, minimal):
+    assert expected in fault(minimal, override)
+
+
+def test_all_mistakes_are_told_at_once(minimal):
+    message = fault(minimal, "train.stepps=1", "seed=-1")
+    assert "2 invalid setting(s)" in message
+    assert "train.stepps" in message
+    assert "seed" in message
+
+
+def test_a_missing_setting_is_named(tmp_path):
+    path = tmp_path / "empty.toml"
+    path.write_text("")
+    message = fault(path)
+    assert all(f"{name}: required, but not set" in message for name in ("output_dir", "model", "environment", "train"))
+
+
+def test_unreadable_and_broken_files_are_named(tmp_path):
+    assert "cannot read configuration file" in fault(tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("a = [1,")
+    assert "broken.toml is not valid TOML" in fault(broken)
+
+
+def test_a_remote_engine_needs_a_transport_and_a_store_that_reach_it(minimal):
+    remote = ["engine.type=remote", 'engine.urls=["http://a:1"]']
+    assert 'weights.transport="http"' in fault(minimal, *remote)
+    message = fault(minimal, *remote, "weights.transport=http", "output_store.backend=memory")
+    assert "cannot be reached by a remote engine" in message
+
+
+def test_a_configuration_survives_json(minimal):
+    config = load_config(minimal)
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_configuration_cannot_be_changed(minimal):
+    with pytest.raises(ValueError, match="frozen"):
+        load_config(minimal).train.steps = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1024", 1024), ("256mb", 256 << 20), ("1.5 GiB", 3 << 29), ("2K", 2048), ("1tb", 1 << 40), (7, 7)],
+)
+def test_sizes_are_powers_of_1024(text, expected):
+    assert parse_bytes(text) == expected
+
+
+def test_a_correction_needs_the_trainers_own_old_values():
+    table = {
+        "output_dir": "x",
+        "model": {"path": "m"},
+        "environment": {"type": "arithmetic"},
+        "train": {"steps": 1},
+        "algorithm": {"old_logprobs": "rollout", "correction": {"type": "truncated"}},
+    }
+    with pytest.raises(ConfigurationError, match="corrects twice"):
+        parse_config(table, source="test")
