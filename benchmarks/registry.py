@@ -8,4 +8,5 @@ BENCHMARKS = {
     "read_many_mooncake": "benchmarks.store.read_many_mooncake",
     "small_objects": "benchmarks.store.small_objects",
     "ray_object_store": "benchmarks.store.ray_object_store",
+    "sglang_store": "benchmarks.engines.sglang_store",
 }

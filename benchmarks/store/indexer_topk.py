@@ -1,7 +1,5 @@
 """The positions codec on causal indexer rows: stored bytes, and time against copying the array."""
 
-import time
-
 import numpy as np
 
 from benchmarks.result import Result, at_most, shown
@@ -25,7 +23,6 @@ def run() -> list[Result]:
             "decode": lambda: codec.decode(stored, rows.dtype, rows.shape, 0),
         },
         repetitions=5,
-        clock=time.process_time,
     )
     return [
         at_most("indexer top-k: stored bytes of int32", len(stored) / rows.nbytes, "ratio", 0.06),

@@ -2,11 +2,10 @@
 
 import os
 import tempfile
-import time
 
 from benchmarks.result import Result, shown
 from benchmarks.store.inputs import NUM_EXPERTS, routed_experts
-from benchmarks.timing import alternate
+from benchmarks.timing import alternate, wall_seconds
 from radix_transfer_plugins import OutputStore, TokenOutputStash, create_backend
 from radix_transfer_plugins.codecs.narrow import NarrowCodec
 
@@ -40,7 +39,7 @@ def run() -> list[Result]:
 
         cases = {"ray": through_ray}
         cases |= {name: (lambda store=store: through(store)) for name, store in stores.items()}
-        wall = alternate(cases, repetitions=REPETITIONS, clock=time.perf_counter)
+        wall = alternate(cases, repetitions=REPETITIONS, meter=wall_seconds)
         cpu = alternate(cases, repetitions=REPETITIONS)
         backend.close()
     ray.shutdown()

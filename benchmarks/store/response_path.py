@@ -69,7 +69,7 @@ def run() -> list[Result]:
             "inline_msgspec": inline_with(msgspec.json.encode, msgspec.json.decode, "inline_msgspec"),
         }
         cases |= {name: through(store, name) for name, store in stores.items()}
-        cpu = alternate(cases, repetitions=REPETITIONS, clock=lambda: cpu_seconds(servers))
+        cpu = alternate(cases, repetitions=REPETITIONS, meter=lambda case: cpu_seconds(case, servers))
         (ref,) = stores["memory"].put_many([TokenOutputStash(routed_experts=rows)])
         for store in stores.values():
             store.close()

@@ -1,6 +1,5 @@
 """Cost of one small object while the store holds few and many: it must not grow with their number."""
 
-import itertools
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ import numpy as np
 
 from benchmarks.result import Result, at_most, shown
 from benchmarks.timing import cpu_seconds
-from radix_transfer_plugins import OutputStore, create_backend
+from radix_transfer_plugins import OutputStore, StoreRef, create_backend
 from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster
 
 FEW, MANY = 100, 10_000
@@ -53,12 +52,15 @@ def _measure(store: OutputStore, servers: Sequence[int]) -> list[Result]:
 def _cost(store: OutputStore, num_objects: int, servers: Sequence[int]) -> tuple[float, float, float]:
     """CPU seconds an object, of all processes: put one by one, then read and deleted in one call each."""
     stash = Small(np.arange(16, dtype=np.int32))
-    marks = [cpu_seconds(servers)]
-    refs = [store.put_many([stash])[0] for _ in range(num_objects)]
-    marks.append(cpu_seconds(servers))
-    store.read_many([(ref, ["rows"]) for ref in refs], stash_type=Small, buffer_bytes=1 << 24)
-    marks.append(cpu_seconds(servers))
-    store.delete_many(refs)
-    marks.append(cpu_seconds(servers))
-    put, read, delete = ((after - before) / num_objects for before, after in itertools.pairwise(marks))
-    return put, read, delete
+    refs: list[StoreRef] = []
+
+    def put() -> None:
+        for _ in range(num_objects):
+            refs.extend(store.put_many([stash]))
+
+    def read() -> None:
+        store.read_many([(ref, ["rows"]) for ref in refs], stash_type=Small, buffer_bytes=1 << 24)
+
+    seconds = [cpu_seconds(case, servers) for case in (put, read, lambda: store.delete_many(refs))]
+    put_s, read_s, delete_s = (each / num_objects for each in seconds)
+    return put_s, read_s, delete_s

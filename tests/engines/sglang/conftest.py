@@ -332,27 +332,3 @@ def reader(
     reader = open_reader("faulty", store_config)
     yield reader
     assert reader.is_empty_within(5), reader.keys()
-
-
-@pytest.fixture(scope="session")
-def mooncake_master(
-    start_process: Callable[..., Server], port: Callable[[], int]
-) -> Callable[[], tuple[Server, str]]:
-    """Starts a `mooncake_master`; the process and its address."""
-
-    def start() -> tuple[Server, str]:
-        rpc, metrics = port(), port()
-        executable = str(Path(sys.executable).parent / "mooncake_master")
-        server = start_process(
-            [executable, "--rpc_port", str(rpc), "--metrics_port", str(metrics)],
-            f"http://127.0.0.1:{metrics}",
-        )
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", rpc)) == 0:
-                    return server, f"127.0.0.1:{rpc}"
-            time.sleep(0.1)
-        pytest.fail(f"mooncake_master does not listen:\n{server.log_tail()}")
-
-    return start

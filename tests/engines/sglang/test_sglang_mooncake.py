@@ -11,6 +11,8 @@ import httpx
 import numpy as np
 import pytest
 
+from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster
+
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 BODY = {
@@ -23,24 +25,24 @@ PREFIX = "run-2/outputs"
 
 
 @pytest.fixture(scope="module")
-def master(mooncake_master: Callable[..., Any]) -> tuple[Any, str]:
-    return mooncake_master()
+def master() -> Iterator[MooncakeMaster]:
+    """With a process that lends memory, so that servers and readers are clients only."""
+    with MooncakeMaster() as master:
+        yield master
 
 
 @pytest.fixture(scope="module")
-def reader(open_reader: Callable[..., Any], master: tuple[Any, str]) -> Any:
-    """Contributes the memory in which objects lie; servers are clients only."""
-    _, address = master
-    config = {"master_server_address": address, "local_hostname": "127.0.0.1", "local_buffer_size": "64mb"}
-    return open_reader("mooncake", {**config, "global_segment_size": "256mb", "key_prefix": PREFIX})
+def store_config(master: MooncakeMaster) -> dict[str, Any]:
+    return master.backend_config(key_prefix=PREFIX)
 
 
 @pytest.fixture(scope="module")
-def workers(
-    start_sglang: Callable[..., Any], tiny_moe: Path, master: tuple[Any, str], reader: Any
-) -> Iterator[Any]:
-    _, address = master
-    config = {"master_server_address": address, "local_hostname": "127.0.0.1", "local_buffer_size": "64mb"}
+def reader(open_reader: Callable[..., Any], store_config: dict[str, Any]) -> Any:
+    return open_reader("mooncake", store_config)
+
+
+@pytest.fixture(scope="module")
+def workers(start_sglang: Callable[..., Any], tiny_moe: Path, store_config: dict[str, Any]) -> Iterator[Any]:
     with start_sglang(
         tiny_moe,
         "--enable-return-routed-experts",
@@ -49,7 +51,7 @@ def workers(
         "--output-store-backend",
         "mooncake",
         "--output-store-backend-extra-config",
-        json.dumps({**config, "key_prefix": PREFIX}),
+        json.dumps(store_config),
     ) as server:
         yield server
 
@@ -93,11 +95,10 @@ def test_every_worker_says_that_the_store_is_on(workers: Any) -> None:
 
 
 def test_store_that_went_down_fails_requests_and_the_server_goes_on(
-    workers: Any, master: tuple[Any, str]
+    workers: Any, master: MooncakeMaster
 ) -> None:
     """Last in this file."""
-    process, _ = master
-    process.stop()
+    master.kill()
     response = workers.post("/generate", BODY, timeout=200)
     assert response.status_code == 500
     assert "could not be stored" in response.text

@@ -26,6 +26,7 @@ def test_server_info_names_backend_and_versions(server: Any) -> None:
     import httpx
 
     info = httpx.get(f"{server.url}/server_info").json()["output_store"]
+    assert info["enabled"] is True
     assert info["backend"] == "faulty"
     assert info["key_prefix"] == "run-1/outputs"
     assert info["plugin"] == "radix-engine-plugins"

@@ -23,6 +23,7 @@ def with_output_store(
     asked = settings_of(server_args)
     if asked is not None:
         info["output_store"] = {
+            "enabled": True,
             "backend": asked.backend,
             "key_prefix": asked.config.get("key_prefix", DEFAULT_KEY_PREFIX),
             "plugin": "radix-engine-plugins",

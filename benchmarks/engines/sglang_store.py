@@ -25,9 +25,10 @@ import httpx
 import numpy as np
 import psutil
 
+from benchmarks.result import Result, at_most, shown
 from radix_transfer_plugins import OutputStore, StoreRef, TokenOutputStash, create_backend
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LAYERS, EXPERTS, TOP_K = 24, 64, 8
 PROMPT_TOKENS, OUTPUT_TOKENS = 2048, 8
 ROWS = PROMPT_TOKENS + OUTPUT_TOKENS - 1
@@ -232,15 +233,13 @@ FIGURES: dict[str, tuple[str, Callable[[Side], float]]] = {
 }
 
 
-def main() -> None:
+def run() -> list[Result]:
+    """Each figure both ways, and their ratio, which must stay below one."""
     sides = measure()
+    results = []
     for name, (unit, figure) in FIGURES.items():
         inline, stored = figure(sides["inline"]), figure(sides["store"])
-        print(
-            f"{name:34} inline {inline:12.5g} {unit}   store {stored:12.5g} {unit}   ratio "
-            f"{stored / inline:.3f}"
-        )
-
-
-if __name__ == "__main__":
-    main()
+        results.append(shown(f"SGLang inline: {name}", inline, unit))
+        results.append(shown(f"SGLang with the store: {name}", stored, unit))
+        results.append(at_most(f"SGLang, store to inline: {name}", stored / inline, "x", 1.0))
+    return results
