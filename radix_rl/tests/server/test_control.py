@@ -3,10 +3,11 @@ import time
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
 from radix_rl.errors import EngineStateError, WeightUpdateError
 from radix_rl.weights.bucket import pack_buckets
 from radix_rl.weights.wire import CONTENT_TYPE, encode_bucket
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
 def _post(server, path, **body):
@@ -73,7 +74,9 @@ def test_flush_and_abort_all_reach_the_engine(server):
     server.engine.step_s = 0.01
     answers = []
     client = threading.Thread(
-        target=lambda: answers.append(server.generate(text="a", sampling_params={"max_new_tokens": 99}).json())
+        target=lambda: answers.append(
+            server.generate(text="a", sampling_params={"max_new_tokens": 99}).json()
+        )
     )
     client.start()
     while not server.engine.running:

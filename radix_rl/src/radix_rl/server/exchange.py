@@ -27,6 +27,9 @@ _Queue = asyncio.Queue[tuple[int, PartialOutput | GenerateOutput | None]]
 """Item index and what its engine request showed; None: it ended with an exception."""
 
 
+TRANSPORT = "radix_rl.transport"
+"""Key of the ASGI scope under which a server may give the connection's asyncio transport."""
+
 _TAIL_BYTES = 3
 """Enough to hold back the last brace of a JSON object, also of one that two line ends follow in an event."""
 
@@ -70,6 +73,7 @@ class Exchange(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._start_s, self._started = send, time.perf_counter(), False
         self._handover = Handover(self._state.writer)
+        self._transport: asyncio.Transport | None = scope.get(TRANSPORT)
         self._gone = asyncio.create_task(_until_disconnected(receive))
         metrics = self._state.metrics
         metrics.running.inc(len(self._items))
@@ -161,14 +165,17 @@ class Exchange(Response):
         finally:
             work.cancel()
 
+    async def _client_is_gone(self) -> bool:
+        """Whether what is written now would be dropped. A write right after it, without an await, is not."""
+        # One pass of the loop, for servers that tell through ASGI only.
+        await asyncio.sleep(0)
+        return self._gone.done() or (self._transport is not None and self._transport.is_closing())
+
     async def _start_response(self, content_type: str, num_bytes: int | None) -> None:
         headers = [(b"content-type", content_type.encode())]
         if num_bytes is not None:
             headers.append((b"content-length", str(num_bytes).encode()))
-        # One pass of the loop lets a disconnect that has already arrived be noticed before the first
-        # byte goes out.
-        await asyncio.sleep(0)
-        if self._gone.done():
+        if await self._client_is_gone():
             raise _ClientGoneError
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self._started = True
@@ -182,11 +189,9 @@ class Exchange(Response):
         """
         if any(self._handover.owns(output) for output in outputs):
             await self._send({"type": "http.response.body", "body": data[:-_TAIL_BYTES], "more_body": True})
-            # Waits until the transport has taken the bytes before, so that a client that went away
-            # meanwhile is noticed.
+            # Returns when the transport has passed on everything before, or has lost the connection.
             await self._send({"type": "http.response.body", "body": b"", "more_body": True})
-            await asyncio.sleep(0)
-            if self._gone.done():
+            if await self._client_is_gone():
                 raise _ClientGoneError
             data = data[-_TAIL_BYTES:]
         await self._send({"type": "http.response.body", "body": data, "more_body": more_body})

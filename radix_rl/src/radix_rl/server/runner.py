@@ -7,15 +7,36 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from radix_rl.errors import ConfigurationError
+from radix_rl.server.exchange import TRANSPORT
 
 logger = logging.getLogger(__name__)
 
 _CANCEL_WAIT_S = 10.0
+
+
+class _TransportProtocol(H11Protocol):
+    """Tells the application the connection's transport (see exchange.py): ASGI itself learns of a client's
+    leaving
+    some passes of the event loop after the transport has begun to drop what is written."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # Waiting for the transport then means that everything written before is with the kernel.
+        transport.set_write_buffer_limits(high=0)
+        application = self.app
+
+        async def with_transport(scope: Any, receive: Any, send: Any) -> None:
+            scope[TRANSPORT] = transport
+            await application(scope, receive, send)
+
+        self.app = with_transport
 
 
 class HttpServer(uvicorn.Server):
@@ -29,6 +50,7 @@ class HttpServer(uvicorn.Server):
         """`drain_s`: how long running requests may still finish after a stop; then they are cancelled."""
         config = uvicorn.Config(
             app,
+            http=_TransportProtocol,
             lifespan="off",
             log_config=None,
             access_log=access_log,
