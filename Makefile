@@ -47,7 +47,7 @@ $(VENV)/.installed: constraints.txt $(PROJECTS) scripts/system_libraries.sh
 	sh scripts/system_libraries.sh
 	@# torch first and by its exact version, so that no other package's range picks a different build
 	$(PIP) --constraint constraints.txt $$(grep '^torch==' constraints.txt)
-	$(PIP) --constraint constraints.txt -e './radix_transfer_plugins[mooncake]' -e ./radix_engine_plugins -e './radix_rl[gguf]'
+	$(PIP) --constraint constraints.txt -e './radix_transfer_plugins[mooncake,fast]' -e ./radix_engine_plugins -e './radix_rl[gguf]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt

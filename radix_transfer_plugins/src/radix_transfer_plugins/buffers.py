@@ -1,6 +1,8 @@
 """Byte views of the buffers that codecs produce and backends store."""
 
+import functools
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,4 +20,14 @@ def byte_view(buffer: Buffer) -> memoryview:
 
 def checksum_of(data: memoryview) -> str:
     """The checksum as references spell it: "crc32:" and eight lower-case hex digits (the CRC-32 of zlib)."""
-    return f"crc32:{zlib.crc32(data):08x}"
+    return f"crc32:{_crc32()(data):08x}"
+
+
+@functools.cache
+def _crc32() -> Callable[[memoryview], int]:
+    """zlib-ng's, which gives the same values several times faster, where the extra "fast" is installed."""
+    try:
+        from zlib_ng import zlib_ng
+    except ImportError:
+        return zlib.crc32
+    return zlib_ng.crc32

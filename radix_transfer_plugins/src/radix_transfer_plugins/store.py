@@ -151,6 +151,9 @@ class OutputStore:
         reads = self._plan(requests, stash_type)
         arrays: list[dict[str, np.ndarray]] = [{} for _ in requests]
         for chunk in split_chunks(reads, buffer_bytes):
+            if self.backend.reads_into_memory:
+                _copy_out(chunk, _read_into_memory(self.backend, chunk), arrays)
+                continue
             with self.backend.get_batch([read.key for read in chunk]) as lease:
                 _copy_out(chunk, lease.views, arrays)
         self._count_reads(reads, began)
@@ -308,6 +311,13 @@ def _copy_out(
             arrays[wanted.request][wanted.field] = _owned(_decode(read, view, wanted.rows), view)
 
 
+def _read_into_memory(backend: Backend, reads: Sequence[FieldRead]) -> list[memoryview]:
+    """The stored bytes of each read in memory of its own, which an array that looks at all of it may keep."""
+    views = [np.empty(read.spec.stored_bytes, np.uint8).data for read in reads]
+    backend.get_batch_into([read.key for read in reads], views)
+    return views
+
+
 def _verify(read: FieldRead, view: memoryview) -> None:
     if view.nbytes != read.spec.stored_bytes:
         raise CorruptObjectError(
@@ -333,7 +343,9 @@ def _decode(read: FieldRead, view: memoryview, rows: tuple[int, int] | None) -> 
 
 
 def _owned(array: np.ndarray, view: memoryview) -> np.ndarray:
-    """The array itself if its memory is its own and writable, else a copy."""
-    if array.flags.writeable and not np.may_share_memory(array, np.frombuffer(view, np.uint8)):
-        return array
+    """The array itself if its memory is its own or all of the caller's, and writable; else a copy."""
+    if array.flags.writeable:
+        shared = np.may_share_memory(array, np.frombuffer(view, np.uint8))
+        if not shared or array.nbytes == view.nbytes:
+            return array
     return array.copy()

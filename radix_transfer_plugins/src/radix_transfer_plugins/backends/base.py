@@ -58,6 +58,8 @@ class Lease(ABC):
 class Backend(ABC):
     name: ClassVar[str]
     """Registered name, written into references."""
+    reads_into_memory: ClassVar[bool] = False
+    """True: `get_batch_into` costs less than `get_batch` and a copy, so `read_many` uses it."""
     key_prefix: str
     """Default prefix of an OutputStore on this backend; from the configuration key "key_prefix"."""
 

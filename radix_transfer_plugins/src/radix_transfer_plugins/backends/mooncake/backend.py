@@ -35,6 +35,7 @@ class MooncakeBackend(Backend):
     """
 
     name: ClassVar[str] = "mooncake"
+    reads_into_memory: ClassVar[bool] = True
 
     def __init__(self, config: MooncakeConfig) -> None:
         self.config = config

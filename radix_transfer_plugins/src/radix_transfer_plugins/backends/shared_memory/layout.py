@@ -13,6 +13,7 @@ takes the lock first, then looks again. Single objects are visible as soon as th
 removals use the journal for the sake of the accounting.
 """
 
+import functools
 import hashlib
 import struct
 from typing import NamedTuple
@@ -88,6 +89,7 @@ def unpack_header(data: bytes, name: str, file_bytes: int) -> Header:
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def object_name(key: str) -> str:
     """A safe file name: the key percent-encoded, or, where that is too long, its hash."""
     plain = "k-" + quote(key, safe="")
