@@ -20,6 +20,7 @@ class RecordingBackend(MemoryBackend):
         self.failure = StoreUnavailableError("down")
         self.open_leases = 0
         self.most_open_leases = 0
+        self.lent_views = []
 
     def put_batch(self, items):
         self.put_calls.append([key for key, _ in items])
@@ -31,6 +32,7 @@ class RecordingBackend(MemoryBackend):
         self.get_calls.append(list(keys))
         lease = super().get_batch(keys)
         self.open_leases += 1
+        self.lent_views += lease.views
         self.most_open_leases = max(self.most_open_leases, self.open_leases)
         release = lease.release
 

@@ -198,6 +198,27 @@ def test_a_bare_buffer_kept_after_the_block_never_sees_other_bytes(store):
     assert (bare == 1).all()
 
 
+def is_released(view):
+    try:
+        return not len(view)
+    except ValueError:
+        return True
+
+
+@pytest.mark.parametrize("codecs", [{}, {"routed_experts": NarrowCodec(16)}], ids=["raw", "narrow"])
+def test_a_reader_that_keeps_nothing_leaves_no_view_of_the_backends_memory(backend, codecs):
+    store = OutputStore(backend, codecs=codecs)
+    refs = put(store, rows_of(6), rows_of(7))
+    requests = [(ref, ["routed_experts"], {"routed_experts": (1, 3)}) for ref in refs]
+    with store.get_many(requests, stash_type=TokenOutputStash) as stashes:
+        assert np.array_equal(stashes[0].routed_experts, rows_of(6)[1:3])
+        assert not any(map(is_released, backend.lent_views))
+    read = read_experts(store, requests)
+    assert len(backend.lent_views) == 4
+    assert all(map(is_released, backend.lent_views))
+    assert len(read) == 2
+
+
 def test_an_error_inside_the_block_releases_the_lease(store, backend):
     (ref,) = put(store, rows_of(1))
     with (
