@@ -16,6 +16,7 @@ from radix_transfer_plugins.codecs.base import Buffer, Codec
 from radix_transfer_plugins.codecs.raw import RawCodec
 from radix_transfer_plugins.errors import CodecError, ConfigError, CorruptObjectError, OutputStoreError
 from radix_transfer_plugins.keys import KeySource, check_prefix, is_field_name
+from radix_transfer_plugins.memory import new_array
 from radix_transfer_plugins.plan import (
     FieldRead,
     ReadRequest,
@@ -313,7 +314,7 @@ def _copy_out(
 
 def _read_into_memory(backend: Backend, reads: Sequence[FieldRead]) -> list[memoryview]:
     """The stored bytes of each read in memory of its own, which an array that looks at all of it may keep."""
-    views = [np.empty(read.spec.stored_bytes, np.uint8).data for read in reads]
+    views = [new_array((read.spec.stored_bytes,), np.dtype(np.uint8)).data for read in reads]
     backend.get_batch_into([read.key for read in reads], views)
     return views
 
@@ -348,4 +349,6 @@ def _owned(array: np.ndarray, view: memoryview) -> np.ndarray:
         shared = np.may_share_memory(array, np.frombuffer(view, np.uint8))
         if not shared or array.nbytes == view.nbytes:
             return array
-    return array.copy()
+    copied = new_array(array.shape, array.dtype)
+    np.copyto(copied, array)
+    return copied

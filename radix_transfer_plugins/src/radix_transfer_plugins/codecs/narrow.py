@@ -8,6 +8,7 @@ import numpy as np
 
 from radix_transfer_plugins.codecs.base import Buffer, Codec
 from radix_transfer_plugins.errors import CodecError, ConfigError, CorruptObjectError, RefError
+from radix_transfer_plugins.memory import new_array
 
 MAX_IDS = 65535
 _BLOCK_ITEMS = 1 << 18
@@ -92,10 +93,12 @@ class NarrowCodec(Codec):
         signed = codes.view(self._code.str.replace("u", "i"))
         if signed.size and (int(signed.min()) < -1 or int(signed.max()) >= self.ids):
             raise self._no_id(dtype)
-        return signed.astype(dtype)
+        out = new_array(signed.shape, dtype)
+        np.copyto(out, signed)
+        return out
 
     def _decode_unsigned(self, codes: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        out = np.empty(codes.shape, dtype)
+        out = new_array(codes.shape, dtype)
         flat_codes, flat_out = codes.reshape(-1), out.reshape(-1)
         one = self._code.type(1)
         least_allowed = 0 if dtype.kind == "i" else 1
