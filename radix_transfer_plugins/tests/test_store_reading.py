@@ -73,7 +73,11 @@ def test_a_field_missing_from_a_ref_fails_before_anything_is_read(store, backend
     assert backend.get_calls == []
 
 
-def test_a_field_is_read_once_however_often_it_is_asked_for_and_nothing_is_shared(store, backend):
+@pytest.mark.parametrize("reads_into_memory", [False, True])
+def test_a_field_is_read_once_however_often_it_is_asked_for_and_nothing_is_shared(
+    store, backend, reads_into_memory
+):
+    backend.reads_into_memory = reads_into_memory
     (ref,) = put(store, rows_of(6), start_rows=[{"routed_experts": 10}])
     copy = StoreRef.from_builtins(ref.to_builtins())
     requests = [

@@ -308,8 +308,16 @@ def _copy_out(
     """
     for read, view in zip(reads, views, strict=True):
         _verify(read, view)
+        kept = False
         for wanted in read.wanted:
-            arrays[wanted.request][wanted.field] = _owned(_decode(read, view, wanted.rows), view)
+            array = _decode(read, view, wanted.rows)
+            if _looks_at(array, view):
+                # Memory that is the caller's already may become one array of the answer, whole, and only one.
+                if array.flags.writeable and array.nbytes == view.nbytes and not kept:
+                    kept = True
+                else:
+                    array = _copied(array)
+            arrays[wanted.request][wanted.field] = array
 
 
 def _read_into_memory(backend: Backend, reads: Sequence[FieldRead]) -> list[memoryview]:
@@ -343,12 +351,12 @@ def _decode(read: FieldRead, view: memoryview, rows: tuple[int, int] | None) -> 
     return array if by_codec == rows or rows is None else array[rows[0] : rows[1]]
 
 
-def _owned(array: np.ndarray, view: memoryview) -> np.ndarray:
-    """The array itself if its memory is its own or all of the caller's, and writable; else a copy."""
-    if array.flags.writeable:
-        shared = np.may_share_memory(array, np.frombuffer(view, np.uint8))
-        if not shared or array.nbytes == view.nbytes:
-            return array
+def _looks_at(array: np.ndarray, view: memoryview) -> bool:
+    # A codec's own read-only array counts too: the caller gets writable ones.
+    return not array.flags.writeable or np.may_share_memory(array, np.frombuffer(view, np.uint8))
+
+
+def _copied(array: np.ndarray) -> np.ndarray:
     copied = new_array(array.shape, array.dtype)
     np.copyto(copied, array)
     return copied
