@@ -91,7 +91,9 @@ def make_config(tmp_path: Path, model_path: Path) -> Callable[..., RunConfig]:
             "train": {"steps": 2, "microbatch_tokens": 128, "num_threads": 1},
         }
         for name, values in sections.items():
-            table[name] = {**table.get(name, {}), **values} if isinstance(values, dict) else values
+            other_variant = isinstance(values, dict) and "type" in values
+            keep = {} if other_variant else table.get(name, {})
+            table[name] = {**keep, **values} if isinstance(values, dict) else values
         return parse_config(table, source="test")
 
     return make

@@ -1,116 +1,80 @@
-"""The same run with its engine in this process and behind `radix-rl serve`, by configuration alone."""
+"""The same training against a server on the same machine, by configuration alone."""
 
-import contextlib
-import json
-import re
+import asyncio
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+import time
 
 import httpx
 import pytest
 
-from radix_rl.errors import ConfigurationError
 from radix_rl.train.run import train
 
-RADIX_RL = str(Path(sys.executable).with_name("radix-rl"))
 PREFIX = "over-http/output-store"
 
 
-@contextlib.contextmanager
-def served(model_path: Path, log_path: Path, *options: str) -> Iterator[str]:
-    """The URL of a server process on a port of the system's choice."""
-    command = [RADIX_RL, "serve", str(model_path)]
-    command += ["--port", "0", "--dtype", "float32", "--kv-cache-tokens", "2048", "--context-length", "64"]
-    command += ["--num-threads", "1", *options]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+@pytest.fixture
+def server_url(model_path, tmp_path):
+    """`radix-rl serve` in a process of its own, with the shared_memory store."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-c", "from radix_rl.cli.main import main; main()",
+        "serve", str(model_path), "--port", str(port), "--dtype", "float32", "--device", "cpu",
+        "--kv-cache-tokens", "2048", "--num-threads", "1", "--enable-return-routed-experts",
+        "--output-store-backend", "shared_memory",
+        "--output-store-backend-extra-config", f'{{"key_prefix": "{PREFIX}"}}',
+    ]  # fmt: skip
+    with (tmp_path / "server.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
     try:
-        assert process.stdout is not None
-        yield url_of(process, log_path)
+        _wait_until_healthy(url, process, tmp_path / "server.log")
+        yield url
     finally:
         process.terminate()
         process.wait(30)
-        process.stdout.close()
 
 
-def url_of(process: subprocess.Popen[bytes], log_path: Path) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if found := re.search(rb"http://127\.0\.0\.1:\d+", line):
-            return found[0].decode()
-    raise AssertionError(log_path.read_text())
+def _wait_until_healthy(url, process, log):
+    ends = time.monotonic() + 120
+    while time.monotonic() < ends and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)
+    raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")
 
 
-STORE_OPTIONS = (
-    "--enable-return-routed-experts",
-    "--output-store-backend",
-    "shared_memory",
-    "--output-store-backend-extra-config",
-    json.dumps({"key_prefix": PREFIX}),
-)
-
-
-def run(make_config, environment, **sections):
-    steps: dict[int, dict[str, float]] = {}
-    config = make_config(eval={"every_steps": 2}, **sections)
-    outcome = train(config, lambda step, metrics: steps.update({step: metrics}), environment)
-    assert outcome.objects_left == 0
-    return steps
-
-
-def test_two_servers_train_like_the_engine_in_this_process(make_config, environment, model_path, tmp_path):
-    with (
-        served(model_path, tmp_path / "a.log", *STORE_OPTIONS) as first,
-        served(model_path, tmp_path / "b.log", *STORE_OPTIONS) as second,
-    ):
-        remote = run(
-            make_config,
-            environment,
-            engine={"type": "remote", "urls": [first, second]},
-            weights={"transport": "http", "bucket_bytes": 20_000},
-            output_store={"key_prefix": PREFIX},
-        )
-        assert [httpx.get(f"{url}/model_info").json()["weight_version"] for url in (first, second)] == [
-            "2",
-            "2",
-        ]
-    embedded = run(make_config, environment)
-    # The same seeds give the same tokens wherever they are sampled; float32 leaves the sums' order free.
-    for step in (1, 2):
-        for name in ("rollout/reward_mean", "rollout/response_tokens_mean", "train/loss", "train/grad_norm"):
-            assert remote[step][name] == pytest.approx(embedded[step][name], rel=1e-3, abs=1e-5)
-        assert remote[step]["gap/max_ratio_deviation_with_replay"] < 1e-4
-        assert remote[step]["rollout/response_bytes_store"] < remote[step]["rollout/response_bytes_inline"]
-        assert remote[step]["weights/buckets"] > 1
-    assert remote[2]["eval/accuracy"] == pytest.approx(embedded[2]["eval/accuracy"])
-
-
-def test_a_server_without_the_store_is_refused_before_anything_is_generated(
-    make_config, environment, model_path, tmp_path
+def test_training_over_http_takes_the_same_first_step_as_in_process(
+    server_url, make_config, environment, tmp_path
 ):
-    with (
-        served(model_path, tmp_path / "a.log", "--enable-return-routed-experts") as url,
-        pytest.raises(ConfigurationError, match="--output-store-backend shared_memory"),
-    ):
-        run(
-            make_config,
-            environment,
-            engine={"type": "remote", "urls": [url]},
-            weights={"transport": "http"},
-            output_store={"key_prefix": PREFIX},
+    remote = {
+        "engine": {"type": "remote", "urls": [server_url]},
+        "weights": {"transport": "http"},
+        "output_store": {"key_prefix": PREFIX},
+    }
+    results = {}
+    for name, sections in {"embedded": {}, "remote": remote}.items():
+        config = make_config(
+            output_dir=str(tmp_path / name), algorithm={"old_logprobs": "rollout"}, **sections
         )
+        logged = []
+        outcome = train(config, lambda step, metrics, logged=logged: logged.append(metrics), environment)
+        assert outcome.objects_left == 0
+        results[name] = logged
+    for metrics in results["remote"]:
+        # The second step's too: the new weights arrived.
+        assert metrics["gap/max_ratio_deviation_with_replay"] < 1e-4
+    for metric in ("rollout/reward_mean", "train/tokens", "train/loss"):
+        assert results["remote"][0][metric] == pytest.approx(results["embedded"][0][metric], abs=1e-5)
+    assert results["remote"][1]["rollout/reward_mean"] == results["embedded"][1]["rollout/reward_mean"]
+    version = asyncio.run(_version(server_url))
+    assert version == "2"
 
 
-def test_replay_works_inline_over_http_too(make_config, environment, model_path, tmp_path):
-    with served(model_path, tmp_path / "a.log", "--enable-return-routed-experts") as url:
-        steps = run(
-            make_config,
-            environment,
-            engine={"type": "remote", "urls": [url]},
-            weights={"transport": "http"},
-            output_store={"enabled": False},
-        )
-    assert steps[2]["gap/max_ratio_deviation_with_replay"] < 1e-4
-    assert steps[2]["rollout/response_bytes_store"] == steps[2]["rollout/response_bytes_inline"]
+async def _version(url):
+    async with httpx.AsyncClient() as client:
+        return (await client.get(f"{url}/model_info")).json()["weight_version"]
