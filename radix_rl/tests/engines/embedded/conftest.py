@@ -5,6 +5,7 @@ import copy
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
 from radix_rl.engines.embedded.engine import EmbeddedEngine
-from radix_rl.types import GenerateOutput, GenerateRequest, SamplingParams
+from radix_rl.types import GenerateOutput, GenerateRequest
 
 VOCAB = 128
 
@@ -105,9 +106,8 @@ def request_of() -> Callable[..., GenerateRequest]:
 
     def make(request_id: str, input_ids: tuple[int, ...], **fields: object) -> GenerateRequest:
         own = {name: fields.pop(name) for name in list(fields) if name in GenerateRequest.__struct_fields__}
-        sampling = SamplingParams(**fields)  # type: ignore[arg-type]
-        return GenerateRequest(request_id=request_id, input_ids=input_ids, sampling=sampling, **own)  # type:
-        ignore[arg - type]
+        values = {"request_id": request_id, "input_ids": input_ids, "sampling": fields, **own}
+        return msgspec.convert(values, GenerateRequest)
 
     return make
 

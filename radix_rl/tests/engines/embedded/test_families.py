@@ -127,7 +127,7 @@ async def test_indexer_rows_equal_one_full_forward_in_request_positions(
     for request, output in zip(requests, outputs, strict=True):
         kept: dict[int, torch.Tensor] = {}
         handles = [
-            indexer.register_forward_hook(lambda _m, _a, out, i=i: kept.__setitem__(i, out[0]))
+            indexer.register_forward_hook(lambda _m, _a, out, i=i, kept=kept: kept.__setitem__(i, out[0]))
             for i, indexer in enumerate(indexers)
         ]
         ids = torch.tensor([[*request.input_ids, *output.output_ids]])

@@ -194,9 +194,9 @@ async def test_refused_update_leaves_the_old_weights_in_force(qwen3_moe, engine_
             (whole, "expected dtype torch.float32, got torch.int64"),
         ]:
             await engine.begin_weight_update("1")
+            (bucket,) = pack_buckets(tensors.items(), 1 << 24)
             with pytest.raises(WeightUpdateError, match=message) as refused:
-                for bucket in pack_buckets(tensors.items(), 1 << 24):
-                    await engine.update_weights(bucket)
+                await engine.update_weights(bucket)
             assert "version '0' stays in force" in str(refused.value)
             await engine.abort_weight_update()
         del named["model.norm.weight"]

@@ -210,8 +210,8 @@ class EngineCore:
     def _admit(self) -> None:
         """Fill free slots in order of arrival.
 
-        With a prefix cache, a request whose prompt is being prefilled for another one steps aside until that is cached;
-        those behind it may go first meanwhile.
+        With a prefix cache, a request whose prompt is being prefilled for another one steps aside until that
+        is cached; those behind it may go first meanwhile.
         """
         prefilling = SharedPrefixes(self.slots.prefilling)
         aside: list[Sequence] = []
