@@ -24,6 +24,7 @@ import pytest
 
 from radix_transfer_plugins.backends.base import Backend
 from radix_transfer_plugins.errors import (
+    CorruptObjectError,
     KeyExistsError,
     ObjectLostError,
     ReleasedViewError,
@@ -266,6 +267,21 @@ class BackendConformance:
             backend.get_batch([f"{prefix}/here", f"{prefix}/gone"])
         assert f"{prefix}/here" not in str(caught.value)
         backend.delete_batch([f"{prefix}/here"])
+
+    def test_reading_into_the_callers_buffers_fills_them_or_is_an_error(
+        self, backend: Backend, prefix: str
+    ) -> None:
+        keys = [f"{prefix}/a", f"{prefix}/b"]
+        backend.put_batch([(keys[0], b"12345"), (keys[1], b"x" * 70_000)])
+        buffers = [memoryview(bytearray(5)), memoryview(bytearray(70_000))]
+        backend.get_batch_into(keys, buffers)
+        assert [bytes(buffer) for buffer in buffers] == [b"12345", b"x" * 70_000]
+        for wrong in (4, 6):
+            with pytest.raises(CorruptObjectError):
+                backend.get_batch_into(keys[:1], [memoryview(bytearray(wrong))])
+        with pytest.raises(ObjectLostError, match="gone"):
+            backend.get_batch_into([f"{prefix}/gone"], [memoryview(bytearray(5))])
+        backend.delete_batch(keys)
 
     def test_deleting_what_is_absent_counts_as_deleted(self, backend: Backend, prefix: str) -> None:
         backend.put_batch([(f"{prefix}/a", b"x")])
