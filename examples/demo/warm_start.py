@@ -10,15 +10,14 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 
 from radix_rl.rollout.environments.arithmetic import ArithmeticEnvironment, Sum, story_words
 
-STEPS = 220
-BATCH_SIZE = 40
-LEARNING_RATE = 3e-3
+STEPS = 360
+BATCH_SIZE = 32
+LEARNING_RATE = 2e-3
 FORGOTTEN_CARRIES = 0.75
 """Share of carries that the worked answers forget: the fault that RL has to mend."""
-SLIPS = 0.05
-"""Share of single sums that are one off."""
 
 PAD, END = "<pad>", "<eos>"
+PAD_ID, END_ID = 0, 1
 IGNORED_LABEL = -100
 FIRST_PROBLEM = 1_000_000
 """Far behind the problems that RL sees."""
@@ -38,7 +37,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(vocab_size: int, pad_id: int, end_id: int) -> Qwen3MoeForCausalLM:
+def make_model(vocab_size: int) -> Qwen3MoeForCausalLM:
     """1.3 million parameters: 4 MoE layers of 16 experts, 4 a token."""
     config = Qwen3MoeConfig(
         vocab_size=vocab_size,
@@ -48,34 +47,30 @@ def make_model(vocab_size: int, pad_id: int, end_id: int) -> Qwen3MoeForCausalLM
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=32,  # pyright: ignore[reportCallIssue]
         num_experts=16,
         num_experts_per_tok=4,
         norm_topk_prob=True,
         decoder_sparse_step=1,
         max_position_embeddings=128,
         tie_word_embeddings=True,
-        pad_token_id=pad_id,
-        eos_token_id=end_id,
+        pad_token_id=PAD_ID,
+        eos_token_id=END_ID,
         bos_token_id=None,
     )
     return Qwen3MoeForCausalLM(config)
 
 
 def careless_answer(problem: Sum, rng: random.Random) -> str:
-    """The sum digit by digit, as in "7 + 5 = 1 2 ; 4 + 3 + 1 = 8 ; 8 2", with a hurried teacher's faults."""
+    """The sum digit by digit, as in "7 + 5 = 1 2 ; 4 + 3 + 1 = 8 ; 8 2", by a teacher who forgets carries."""
     x_tens, x_units = divmod(problem.x, 10)
     y_tens, y_units = divmod(problem.y, 10)
-    units = _careless_sum(x_units + y_units, rng)
+    units = x_units + y_units
     carry = int(units >= 10 and rng.random() >= FORGOTTEN_CARRIES)
-    tens = _careless_sum(x_tens + y_tens + carry, rng)
+    tens = x_tens + y_tens + carry
     return (
         f"{x_units} + {y_units} = {units} ; {x_tens} + {y_tens} + {carry} = {tens} ; {tens}{units % 10} {END}"
     )
-
-
-def _careless_sum(value: int, rng: random.Random) -> int:
-    return max(0, value + rng.choice((-1, 1))) if rng.random() < SLIPS else value
 
 
 def warm_start(
@@ -88,9 +83,7 @@ def warm_start(
     """
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
-    model = make_model(
-        len(tokenizer), tokenizer.convert_tokens_to_ids(PAD), tokenizer.convert_tokens_to_ids(END)
-    )
+    model = make_model(len(tokenizer))
     environment = ArithmeticEnvironment(tokenizer, seed=seed, **environment_settings)
     for name, parameter in model.named_parameters():
         if name.endswith("mlp.gate.weight"):
@@ -125,7 +118,7 @@ def _batch(
     """(input_ids, labels), `[b, t]` int64, padded on the right; labels speak of the answers alone."""
     rows = [(tokenizer.encode(prompt), tokenizer.encode(answer)) for prompt, answer in texts]
     length = max(len(prompt) + len(answer) for prompt, answer in rows)
-    input_ids = torch.full((len(rows), length), tokenizer.convert_tokens_to_ids(PAD))
+    input_ids = torch.full((len(rows), length), PAD_ID)
     labels = torch.full((len(rows), length), IGNORED_LABEL)
     for row, (prompt, answer) in enumerate(rows):
         end = len(prompt) + len(answer)

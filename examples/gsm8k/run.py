@@ -1,4 +1,4 @@
-"""GSM8K with SmolLM2-135M: a few steps of GRPO, dense or as a MoE, with Mooncake started by the example itself.
+"""GSM8K with SmolLM2-135M: a few steps of GRPO, dense and as a MoE, with a Mooncake store of its own.
 
 python examples/gsm8k/run.py --data DIR [--form dense|moe|both] [key.path=value ...]
 """
@@ -9,7 +9,7 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -117,7 +117,7 @@ def _upcycle_into(dense: Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(dense).save_pretrained(folder)
 
 
-def _whole(folder: Path, write) -> None:  # noqa: ANN001
+def _whole(folder: Path, write: Callable[[Path], None]) -> None:
     """`write` into a folder that takes its name only when it is complete."""
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)

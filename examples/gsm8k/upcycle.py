@@ -7,12 +7,12 @@ Routing weights of a token sum to 1 in Mixtral: without noise the MoE computes w
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
 )
@@ -24,9 +24,11 @@ ROUTER_STD = 0.02
 
 
 def upcycle(
-    dense: LlamaForCausalLM, *, num_experts: int, experts_per_token: int, noise: float, seed: int
+    dense: Any, *, num_experts: int, experts_per_token: int, noise: float, seed: int
 ) -> MixtralForCausalLM:
-    """A new model in the dense one's dtype. `noise` is relative to each matrix's standard deviation.
+    """A new model in the dtype of `dense`, a LlamaForCausalLM.
+
+    `noise` is relative to a matrix's standard deviation.
 
     Raises ConfigurationError for a model that is no Llama, or one with biases, which Mixtral lacks.
     """
@@ -62,7 +64,7 @@ def upcycle(
 
 
 def _moe_weights(
-    dense: LlamaForCausalLM, num_experts: int, noise: float, generator: torch.Generator
+    dense: Any, num_experts: int, noise: float, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """Mixtral's names and shapes; everything but the MLPs is the dense model's own tensor."""
     weights = {name: tensor for name, tensor in dense.state_dict().items() if ".mlp." not in name}
