@@ -211,6 +211,8 @@ def start_sglang(
         command += ["--max-total-tokens", "20000", "--max-running-requests", "32", "--sleep-on-idle", *flags]
         quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
         quiet["SGLANG_DISABLED_MODEL_ARCHS"] = unused_models
+        # On a busy machine a worker imports for longer than the 5 s after which it would be replaced.
+        quiet["SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT"] = str(START_TIMEOUT_S)
         log = tmp_path_factory.mktemp("sglang") / "server.log"
         server = Server(command, {**quiet, **(environment or {})}, f"http://127.0.0.1:{port}", log)
         try:

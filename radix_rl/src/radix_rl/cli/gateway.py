@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from radix_rl.errors import ConfigurationError
 from radix_rl.launch.gateway import Gateway, GatewaySettings, require_output_store
 
 
@@ -29,21 +28,17 @@ def gateway(
 ) -> None:
     """Forward requests and answers unchanged to the least busy server, and check their health. Ctrl-C
     drains."""
-    try:
-        settings = GatewaySettings(
-            urls=tuple(url.rstrip("/") for url in urls),
-            host=host,
-            port=port,
-            session_header=session_header,
-            timeout_s=timeout_s,
-            drain_s=drain_s,
-        )
-        if require_store:
-            require_output_store(settings.urls)
-        running = Gateway(settings)
-    except ConfigurationError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
+    settings = GatewaySettings(
+        urls=tuple(url.rstrip("/") for url in urls),
+        host=host,
+        port=port,
+        session_header=session_header,
+        timeout_s=timeout_s,
+        drain_s=drain_s,
+    )
+    if require_store:
+        require_output_store(settings.urls)
+    running = Gateway(settings)
     if print_config:
         typer.echo(running.config_path.read_text())
     typer.echo(f"gateway: {running.url} -> {', '.join(settings.urls)} (admin socket {running.admin_socket})")
