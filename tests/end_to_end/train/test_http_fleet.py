@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from radix_rl.errors import ConfigurationError
 from radix_rl.train.run import train
 
 PREFIX = "http-fleet/output-store"
@@ -84,13 +83,3 @@ def test_a_fleet_trains_through_the_store_and_inline_and_gets_every_version(
         assert inline[step]["rollout/reward_mean"] == pytest.approx(stored[step]["rollout/reward_mean"])
         assert inline[step]["train/loss"] == pytest.approx(stored[step]["train/loss"], rel=1e-3, abs=1e-5)
         assert inline[step]["rollout/stored_bytes"] == 0
-
-
-def test_a_server_without_the_store_is_refused_before_anything_is_generated(
-    make_config, environment, model_path, tmp_path
-):
-    log = tmp_path / "a.log"
-    with served(model_path, log) as process:
-        url = url_of(process, log)
-        with pytest.raises(ConfigurationError, match="--output-store-backend shared_memory"):
-            run(make_config, environment, [url], output_store={"key_prefix": PREFIX})
