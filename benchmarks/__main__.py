@@ -59,7 +59,7 @@ def _run(name: str) -> list[Result] | None:
         command = [sys.executable, "-m", "benchmarks", "--only", name, "--child", file.name]
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:
-            print(done.stderr, file=sys.stderr)
+            print(*done.stderr.splitlines()[-30:], sep="\n", file=sys.stderr)
             return None
         return msgspec.json.decode(Path(file.name).read_bytes(), type=list[Result])
 

@@ -236,6 +236,19 @@ def test_concurrent_puts_with_room_for_one_all_finish(connect: Connect) -> None:
             assert np.array_equal(np.frombuffer(lease.views[0], np.uint8), value)
 
 
+def test_thousands_of_keys_in_one_call_are_put_read_and_deleted(connect: Connect) -> None:
+    backend = connect()
+    keys = [f"many/{number}" for number in range(5000)]
+    backend.put_batch([(key, key.encode()) for key in keys])
+    with backend.get_batch(keys) as lease:
+        assert [bytes(view) for view in lease.views] == [key.encode() for key in keys]
+    buffers = [bytearray(len(key)) for key in keys]
+    backend.get_batch_into(keys, [memoryview(buffer) for buffer in buffers])
+    assert [buffer.decode() for buffer in buffers] == keys
+    backend.delete_batch(keys)
+    assert list(backend.list("many/")) == []
+
+
 def test_a_value_larger_than_the_local_buffer_is_refused_with_both_sizes(connect: Connect) -> None:
     backend = connect(local_buffer_size=4 * MIB)
     with pytest.raises(

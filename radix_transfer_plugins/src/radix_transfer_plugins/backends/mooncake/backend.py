@@ -26,7 +26,8 @@ from radix_transfer_plugins.errors import (
 )
 
 logger = logging.getLogger(__name__)
-_KEYS_PER_CALL = 512
+# The TCP transport refuses transfers beyond a few thousand at once, as if the segment's process were gone.
+_KEYS_PER_CALL = 256
 
 
 class MooncakeBackend(Backend):
@@ -194,13 +195,13 @@ class MooncakeBackend(Backend):
             return ViewLease([])
         with self._client.native() as native:
             with self._gate.attempt():
-                handles = native.batch_get_buffer(stored)
+                handles = _get_buffers(native, stored)
             if any(handle is None for handle in handles):
                 failed = [key for key, handle in zip(stored, handles, strict=True) if handle is None]
                 del handles
                 self._explain_failed(native, failed, stored)
                 with self._gate.retry():
-                    handles = native.batch_get_buffer(stored)
+                    handles = _get_buffers(native, stored)
                 if any(handle is None for handle in handles):
                     raise ReadBufferError(
                         f"mooncake: {len(stored)} objects do not fit what is free of the local buffer of "
@@ -211,9 +212,12 @@ class MooncakeBackend(Backend):
         return ViewLease([_payload(handle, key) for handle, key in zip(handles, keys, strict=True)])
 
     def get_batch_into(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> None:
+        for first in range(0, len(keys), _KEYS_PER_CALL):
+            chunk = slice(first, first + _KEYS_PER_CALL)
+            self._read_into(keys[chunk], buffers[chunk])
+
+    def _read_into(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> None:
         stored = [stored_key(key) for key in keys]
-        if not stored:
-            return
         trailers = memoryview(bytearray(len(stored) * TRAILER_BYTES))
         filled = [buffer for buffer in buffers if len(buffer)]
         with self._client.registered([trailers, *filled]) as pointers_of, self._client.native() as native:
@@ -269,9 +273,13 @@ class MooncakeBackend(Backend):
 
     def _trailers(self, keys: Sequence[str]) -> dict[str, Trailer | None]:
         """Trailer of each stored key; None: absent, unreadable, or no object of this store."""
+        found: dict[str, Trailer | None] = {}
+        for first in range(0, len(keys), _KEYS_PER_CALL):
+            found |= self._trailers_of_chunk(keys[first : first + _KEYS_PER_CALL])
+        return found
+
+    def _trailers_of_chunk(self, keys: Sequence[str]) -> dict[str, Trailer | None]:
         found: dict[str, Trailer | None] = dict.fromkeys(keys)
-        if not keys:
-            return found
         buffer = memoryview(bytearray(len(keys) * TRAILER_BYTES))
         with self._client.registered([buffer]) as (pointer,), self._client.native() as native:
             sizes = [native.get_size(key) for key in keys]
@@ -336,13 +344,20 @@ def _payload(handle: Any, key: str) -> memoryview:
     return view[:-TRAILER_BYTES]
 
 
+def _get_buffers(native: Any, keys: Sequence[str]) -> list[Any]:
+    handles: list[Any] = []
+    for first in range(0, len(keys), _KEYS_PER_CALL):
+        handles += native.batch_get_buffer(keys[first : first + _KEYS_PER_CALL])
+    return handles
+
+
 def _groups(values: Mapping[str, memoryview], limit_bytes: int) -> Iterator[list[str]]:
-    """Keys in order, in groups whose stored bytes fit the local buffer."""
+    """Keys in order, in groups that fit one call and whose stored bytes fit the local buffer."""
     group: list[str] = []
     group_bytes = 0
     for key, value in values.items():
         needed = len(value) + TRAILER_BYTES
-        if group and group_bytes + needed > limit_bytes:
+        if group and (group_bytes + needed > limit_bytes or len(group) == _KEYS_PER_CALL):
             yield group
             group, group_bytes = [], 0
         group.append(key)
