@@ -10,10 +10,15 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from radix_engine_plugins.collector import TokenOutputCollector
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
+from radix_rl.engines.embedded.config import EmbeddedEngineConfig, OutputStoreTarget
+from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.errors import EngineDeadError, EngineStateError, RequestError
 from radix_rl.server.app import create_app
 from radix_rl.server.runner import HttpServer, bind
@@ -226,10 +231,11 @@ class RunningServer:
     """A server on a real loopback socket, its engine on a thread of its own."""
 
     def __init__(
-        self, url: str, engine: LetterEngine, writer: OutputStoreWriter | None, store: OutputStore
+        self, url: str, engine: Any, tokenizer: Any, writer: OutputStoreWriter | None, store: OutputStore
     ) -> None:
         self.url = url
         self.engine = engine
+        self.tokenizer = tokenizer
         self.writer = writer
         self.store = store
         """A second view of the server's store, for assertions."""
@@ -243,40 +249,88 @@ class RunningServer:
         return {info.key.rpartition("/")[0] for info in self.store.list_objects()}
 
 
+async def make_letters(config: dict[str, Any] | None) -> tuple[Engine, Any, OutputStoreWriter | None]:
+    """Engine, tokenizer and writer; `config` is the memory backend's, None: no store."""
+    writer = OutputStoreWriter(OutputStore(backend=create_backend("memory", config))) if config else None
+    return LetterEngine(writer, "memory" if config else None), LetterTokenizer(), writer
+
+
+async def make_embedded(config: dict[str, Any] | None) -> tuple[Engine, Any, OutputStoreWriter | None]:
+    """The real engine over a tiny random Qwen3-MoE and a tokenizer of one token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.chat_template = "{% for message in messages %}{{ message.role }}: {{ message.content }};{% endfor %}"
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=len(fast),
+            hidden_size=32,
+            intermediate_size=32,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=256,
+            eos_token_id=fast.eos_token_id,
+        )
+    )
+    engine = EmbeddedEngine(
+        EmbeddedEngineConfig(
+            dtype="float32",
+            max_running_requests=16,
+            kv_cache_tokens=1024,
+            enable_return_routed_experts=True,
+            num_threads=1,
+            output_store=OutputStoreTarget(backend="memory", config=config) if config else None,
+        ),
+        model=model,
+        tokenizer=fast,
+    )
+    await engine.start()
+    return engine, engine.tokenizer, engine.writer
+
+
 @contextlib.contextmanager
-def _running(views: list[OutputStore], *, store: bool = True, **settings: Any):
+def _running(views: list[OutputStore], make: Any = make_letters, *, store: bool = True, **settings: Any):
     config = {"name": uuid.uuid4().hex, "key_prefix": "test/run"}
     view = OutputStore(backend=create_backend("memory", config))
     views.append(view)
-    writer = OutputStoreWriter(OutputStore(backend=create_backend("memory", config))) if store else None
     sock = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
     ready = threading.Event()
     holder: dict[str, Any] = {}
 
     async def main() -> None:
-        engine = LetterEngine(writer, "memory" if store else None)
+        engine, tokenizer, writer = await make(config if store else None)
         defaults = {
             "model_path": "/models/letters",
             "served_model_name": "letters",
             "enable_return_routed_experts": True,
             "output_store_backend": "memory" if store else None,
         }
-        app = create_app(engine, LetterTokenizer(), ServerSettings(**(defaults | settings)), writer=writer)
-        server = HttpServer(app, drain_s=1)
-        holder.update(engine=engine, server=server, loop=asyncio.get_running_loop())
         try:
+            app = create_app(engine, tokenizer, ServerSettings(**(defaults | settings)), writer=writer)
+            server = HttpServer(app, drain_s=1)
+            holder.update(server=server, loop=asyncio.get_running_loop())
+            url = f"http://127.0.0.1:{port}"
+            holder["running"] = RunningServer(url, engine, tokenizer, writer, view)
             await server.run_on(sock, handle_signals=False, on_ready=ready.set)
         finally:
+            await engine.close()
             if writer is not None:
                 await writer.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
     try:
-        assert ready.wait(30), "the server did not start"
-        running = RunningServer(f"http://127.0.0.1:{port}", holder["engine"], writer, view)
-        yield running
+        assert ready.wait(60), "the server did not start"
+        yield holder["running"]
     finally:
         if "server" in holder:
             holder["loop"].call_soon_threadsafe(holder["server"].stop)
@@ -297,6 +351,15 @@ def run_server():
 def server(run_server):
     with run_server() as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def embedded_server():
+    views: list[OutputStore] = []
+    with _running(views, make_embedded) as running:
+        yield running
+    for view in views:
+        view.close()
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ class Client:
             "return_routed_experts": True,
             "return_outputs_via_store": chance.random() < 0.9,
         }
-        if num_prompts * n > 1 and chance.random() < 0.15:
+        if num_prompts * n > 1 and chance.random() < 0.15 and hasattr(self._server.engine, "fail_ids"):
             self._server.engine.fail_ids.add(f"{self._rid}_{chance.randrange(num_prompts * n)}")
         return body
 
@@ -166,25 +166,47 @@ async def _storm(server, chance: random.Random, held: Held, numbers: range) -> N
     await asyncio.gather(*(one(number) for number in numbers))
 
 
-def test_after_random_faults_the_store_holds_exactly_what_clients_hold(server, monkeypatch, request):
+def _suffer(server, monkeypatch, request) -> Held:
+    """All the requests; then waits until the server is idle and compares store and clients."""
     seed, count = request.config.getoption("--fault-seed"), request.config.getoption("--fault-requests")
     chance, held = random.Random(seed), Held()
     _disturb_store(server, monkeypatch, random.Random(seed + 1))
-    server.engine.step_s = 0.004
 
     asyncio.run(_storm(server, chance, held, range(count)))
 
     deadline = time.monotonic() + 20
-    while (server.engine.running or server.objects() != held.keys) and time.monotonic() < deadline:
+    while _num_running(server) or server.objects() != held.keys:
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.02)
-    assert not server.engine.running
+    assert _num_running(server) == 0
     held.assert_equal(server.objects(), f"--fault-seed {seed} --fault-requests {count}")
-    assert server.client.get("/server_info").json()["num_running_requests"] == 0
     assert held.num_answered > count // 4
     assert held.num_errors > 0
     assert held.num_left > count // 10
     assert server.writer.metrics.discards._value.get() > 0
     assert server.writer.metrics.discard_failures._value.get() == 0
+    return held
+
+
+def _num_running(server) -> int:
+    return server.client.get("/server_info").json()["num_running_requests"]
+
+
+def test_after_random_faults_the_store_holds_exactly_what_clients_hold(server, monkeypatch, request):
+    server.engine.step_s = 0.004
+
+    _suffer(server, monkeypatch, request)
+
+    assert not server.engine.running
+
+
+def test_after_random_faults_the_embedded_engine_is_empty(embedded_server, monkeypatch, request):
+    _suffer(embedded_server, monkeypatch, request)
+
+    metrics = embedded_server.client.get("/metrics").text
+    for gauge in ("num_running", "num_waiting", "kv_cache_tokens_used"):
+        assert f"radix_rl_engine_{gauge} 0.0" in metrics
 
 
 def test_a_server_that_stops_amid_random_faults_leaves_what_clients_hold(run_server, monkeypatch, request):

@@ -13,6 +13,7 @@ from radix_rl.errors import RadixError
 from radix_rl.server import control_routes, generate_route, info_routes, weight_routes
 from radix_rl.server.auth import BearerAuth
 from radix_rl.server.errors import error_response
+from radix_rl.server.openai import routes as openai_routes
 from radix_rl.server.settings import ServerSettings
 from radix_rl.server.state import ServerState
 from radix_transfer_plugins.errors import OutputStoreError
@@ -33,6 +34,7 @@ def create_app(
     app.state.server = ServerState(engine, tokenizer, settings, writer)
     app.include_router(generate_route.router)
     app.include_router(info_routes.router)
+    app.include_router(openai_routes.router)
     app.include_router(control_routes.router)
     app.include_router(weight_routes.router)
     app.add_exception_handler(RadixError, _on_error)

@@ -120,6 +120,8 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
 
     request: GenerateRequest
     text: TextOptions
+    samples: int = 1
+    """How many items share this one's prompt, one after the other."""
     return_logprob: bool = False
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
@@ -134,7 +136,12 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_generate(data: bytes, tokenizer: Tokenizer, info: EngineInfo) -> GenerateCall:
     """Raises RequestError, with the path of what is wrong, before anything is started."""
-    body = _decode(data)
+    return build_call(decode_object(data), tokenizer, info)
+
+
+def build_call(raw: dict[str, Any], tokenizer: Tokenizer, info: EngineInfo) -> GenerateCall:
+    """From a parsed `/generate` body; the OpenAI routes translate theirs into one."""
+    body = _checked(raw)
     prompts, is_single = _prompts(body, tokenizer)
     num_prompts = len(prompts)
     sampling = [
@@ -171,6 +178,7 @@ def parse_generate(data: bytes, tokenizer: Tokenizer, info: EngineInfo) -> Gener
                 Item(
                     request=request,
                     text=sampling[index].text,
+                    samples=n,
                     return_logprob=return_logprob[index],
                     return_text_in_logprobs=bool(body.return_text_in_logprobs),
                     return_prompt_token_ids=bool(body.return_prompt_token_ids),
@@ -179,13 +187,17 @@ def parse_generate(data: bytes, tokenizer: Tokenizer, info: EngineInfo) -> Gener
     return GenerateCall(items=items, is_single=is_single and n == 1, stream=bool(body.stream))
 
 
-def _decode(data: bytes) -> _Body:
+def decode_object(data: bytes) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(data)
     except msgspec.DecodeError as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise RequestError(f"expected a JSON object, got {type(raw).__name__}")
+    return raw
+
+
+def _checked(raw: dict[str, Any]) -> _Body:
     raw = refuse_unsupported(raw, _UNSUPPORTED, "")
     try:
         return msgspec.convert({k: v for k, v in raw.items() if k not in _WITHOUT_EFFECT}, _Body)

@@ -1,0 +1,1 @@
+"""OpenAI's routes over the same exchange as `/generate`."""
