@@ -68,7 +68,10 @@ def test_overrides_are_typed_and_later_ones_win(minimal):
     assert config.train.steps == 7
     assert config.optimizer.betas == (0.8, 0.9)
     assert config.output_store.read_buffer_bytes == 1 << 30
-    assert config.output_store.config == {"master_server_address": "10.0.0.1:50051", "local_buffer_size": 4096}
+    assert config.output_store.config == {
+        "master_server_address": "10.0.0.1:50051",
+        "local_buffer_size": 4096,
+    }
     assert config.model.path == Path("/models/a b")
     assert config.eval.sampling.stop == ("END",)
     assert config.train.replay_routed_experts is False
@@ -92,16 +95,28 @@ def test_an_override_of_the_same_variant_keeps_its_settings(minimal):
     [
         ("train.stepps=3", "train.stepps: unknown setting; did you mean steps?"),
         ("engine.dtyp=float32", "engine.dtyp: unknown setting; did you mean dtype"),
-        ("rollout.sampling.temprature=1", "rollout.sampling.temprature: unknown setting; did you mean temperature?"),
+        (
+            "rollout.sampling.temprature=1",
+            "rollout.sampling.temprature: unknown setting; did you mean temperature?",
+        ),
         ("algorithm.loss.qqq=1", "algorithm.loss.qqq: unknown setting; known here: clip_high, clip_low"),
         ("trian.steps=3", "trian: unknown setting; did you mean train?"),
         ("train.steps=many", "train.steps: Input should be a valid integer"),
         ("train.steps=0", "train.steps: Input should be greater than or equal to 1, got 0"),
-        ("engine.dtype=float64", "engine.dtype: Input should be 'bfloat16', 'float16' or 'float32', got 'float64'"),
+        (
+            "engine.dtype=float64",
+            "engine.dtype: Input should be 'bfloat16', 'float16' or 'float32', got 'float64'",
+        ),
         ("weights.bucket_bytes=12 parsecs", "weights.bucket_bytes: expected a size such as 1048576"),
         ("engine.type=embeded", "engine.type: expected 'embedded', 'remote', got 'embeded'"),
-        ("environment.type=arithmetics", "environment.type: expected 'arithmetic', 'gsm8k', got 'arithmetics'"),
-        ("observe.trackers=[{project='x'}]", "observe.trackers.0.type: required, but not set; known: tensorboard, wandb"),
+        (
+            "environment.type=arithmetics",
+            "environment.type: expected 'arithmetic', 'gsm8k', got 'arithmetics'",
+        ),
+        (
+            "observe.trackers=[{project='x'}]",
+            "observe.trackers.0.type: required, but not set; known: tensorboard, wandb",
+        ),
         ("rollout.sampling.temperature=0", "rollout.sampling.temperature is 0 (greedy)"),
         ("train.minibatches=300", "train.minibatches is 300 but a step has only 256 samples"),
         ("train", "expected an override key.path=value, got 'train'"),
@@ -124,7 +139,10 @@ def test_a_missing_setting_is_named(tmp_path):
     path = tmp_path / "empty.toml"
     path.write_text("")
     message = fault(path)
-    assert all(f"{name}: required, but not set" in message for name in ("output_dir", "model", "environment", "train"))
+    assert all(
+        f"{name}: required, but not set" in message
+        for name in ("output_dir", "model", "environment", "train")
+    )
 
 
 def test_unreadable_and_broken_files_are_named(tmp_path):

@@ -110,7 +110,11 @@ def test_sequence_weights_leave_masked_tokens_out():
 
 @pytest.mark.parametrize(
     ("reduction", "expected"),
-    [("token_mean", [1 / 6, 0, 1 / 6]), ("sequence_mean", [1 / 4, 0, 1 / 8]), ("constant", [1 / 30, 0, 1 / 30])],
+    [
+        ("token_mean", [1 / 6, 0, 1 / 6]),
+        ("sequence_mean", [1 / 4, 0, 1 / 8]),
+        ("constant", [1 / 30, 0, 1 / 30]),
+    ],
 )
 def test_scales_divide_by_what_counts_after_masks(reduction, expected):
     assert loss_scales([2, 0, 4], reduction, max_new_tokens=10) == pytest.approx(expected)

@@ -88,14 +88,18 @@ def test_a_positive_advantage_makes_its_response_likelier(make_config, make_mode
     assert after[1] < before[1]
 
 
-def test_later_minibatches_are_measured_against_the_policy_before_the_step(make_config, make_model, make_samples):
+def test_later_minibatches_are_measured_against_the_policy_before_the_step(
+    make_config, make_model, make_samples
+):
     samples = make_samples(6)
     config = make_config(train={"minibatches": 2}, optimizer={"lr": 1e-2})
     worker = PolicyWorker(config, make_model())
     before = torch.cat(worker.logprobs(samples, replay=True))
     metrics = worker.train_step([samples[:3], samples[3:]])
     rollout = torch.cat([torch.from_numpy(sample.rollout_logprobs) for sample in samples])
-    assert metrics["gap/mean_abs_with_replay"] == pytest.approx(float((before - rollout).abs().mean()), rel=1e-4)
+    assert metrics["gap/mean_abs_with_replay"] == pytest.approx(
+        float((before - rollout).abs().mean()), rel=1e-4
+    )
     assert worker.optimizer_steps == 2
     # The first minibatch has ratio 1; after the first update the second has not.
     assert metrics["train/ratio_max"] > 1.001

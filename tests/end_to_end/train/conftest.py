@@ -1,4 +1,5 @@
-"""A tiny mixture-of-experts model on disk, an environment it can learn, and a configuration that trains it."""
+"""A tiny mixture-of-experts model on disk, an environment it can learn, and a configuration that trains
+it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,8 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four MoE layers, 8 experts, top-2, random weights that are large enough for routers to have opinions."""
+    """Four MoE layers, 8 experts, top-2, random weights that are large enough for routers to have
+    opinions."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(

@@ -95,7 +95,9 @@ def test_an_exception_in_a_child_rank_arrives_with_its_traceback(make_config):
     try:
         for _, pipe in trainer._children:
             pipe.send(("step", [(b"\xc1", [], [])], False))
-        with pytest.raises(TrainingError, match=r"(?s)trainer-rank-1 failed:\nTraceback .*msgspec\.DecodeError"):
+        with pytest.raises(
+            TrainingError, match=r"(?s)trainer-rank-1 failed:\nTraceback .*msgspec\.DecodeError"
+        ):
             list(trainer.named_weights())
     finally:
         trainer.close()

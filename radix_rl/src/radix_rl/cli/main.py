@@ -1,4 +1,5 @@
-"""`radix-rl`: the command line. A fault of the user's is one clear message and exit code 2; a failed run exits with 1."""
+"""`radix-rl`: the command line. A fault of the user's is one clear message and exit code 2; a failed run
+exits with 1."""
 
 import logging
 import sys
@@ -38,10 +39,14 @@ def _set_up(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="TOML file; see `radix-rl config schema`.", metavar="CONFIG")],
+    config: Annotated[
+        Path, typer.Argument(help="TOML file; see `radix-rl config schema`.", metavar="CONFIG")
+    ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Settings that replace the file's, such as train.steps=10.", metavar="KEY.PATH=VALUE"),
+        typer.Argument(
+            help="Settings that replace the file's, such as train.steps=10.", metavar="KEY.PATH=VALUE"
+        ),
     ] = None,
 ) -> None:
     """Train a policy: generate, score, update, sync, until the configured number of steps is done."""

@@ -8,7 +8,8 @@ import typer
 def store(
     context: typer.Context,
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="stat, list, gc or cat, and their options.", metavar="COMMAND ...")
+        list[str] | None,
+        typer.Argument(help="stat, list, gc or cat, and their options.", metavar="COMMAND ..."),
     ] = None,
 ) -> None:
     """Look into an output store and remove what crashed runs left: the same as `radix-store`."""

@@ -17,12 +17,14 @@ from radix_rl.train.run import train
 
 
 def run_training(config: RunConfig) -> None:
-    """Train, then write summary.json and report.html into the output directory. Raises RadixError, OutputStoreError."""
+    """Train, then write summary.json and report.html into the output directory. Raises RadixError,
+    OutputStoreError."""
     started = time.perf_counter()
     output_dir = config.output_dir
     if config.checkpoint.resume == "never" and (output_dir / METRICS_FILE).exists():
         raise ConfigurationError(
-            f"output_dir: {str(output_dir)!r} holds a run already; name another directory, remove it, or go on with it by "
+            f"output_dir: {str(output_dir)!r} holds a run already; name another directory, remove it, or go "
+            "on with it by "
             "checkpoint.resume=latest"
         )
     checkpoint = find_checkpoint(config.checkpoint.resume, output_dir / "checkpoints")

@@ -1,4 +1,5 @@
-"""The configuration of a run: one frozen, typed tree (`RunConfig`), read from TOML and overrides by `load_config`."""
+"""The configuration of a run: one frozen, typed tree (`RunConfig`), read from TOML and overrides by
+`load_config`."""
 
 from radix_rl.config.loading import apply_override, load_config, parse_config
 from radix_rl.config.run import RunConfig

@@ -95,8 +95,8 @@ class AlgorithmConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     loss: LossConfig = PpoClipLossConfig()
     reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """token_mean: over all response tokens of a minibatch. sequence_mean: over each response, then over responses.
-    constant: token sums over responses times max_new_tokens, as Dr.GRPO does."""
+    """token_mean: over all response tokens of a minibatch. sequence_mean: over each response, then over
+    responses. constant: token sums over responses times max_new_tokens, as Dr.GRPO does."""
     old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
     """Denominator of the importance ratio: the trainer's own values before the step, or the engine's."""
     correction: CorrectionConfig = NoCorrectionConfig()
@@ -107,7 +107,8 @@ class AlgorithmConfig(Section):
     def _one_correction(self) -> Self:
         if self.old_logprobs == "rollout" and self.correction.type != "none":
             raise ValueError(
-                'old_logprobs "rollout" has the engine in the denominator of the ratio already, so that a correction '
+                'old_logprobs "rollout" has the engine in the denominator of the ratio already, so that a '
+                "correction "
                 'corrects twice; set algorithm.correction.type="none" or algorithm.old_logprobs="recomputed"'
             )
         return self

@@ -22,7 +22,8 @@ class Section(BaseModel):
 
 
 def parse_bytes(value: Any) -> Any:
-    """A size such as 1048576, "256mb" or "1.5 GiB" in bytes; units are powers of 1024. Other types pass unchanged."""
+    """A size such as 1048576, "256mb" or "1.5 GiB" in bytes; units are powers of 1024. Other types pass
+    unchanged."""
     if not isinstance(value, str):
         return value
     match = _SIZE.fullmatch(value.strip())

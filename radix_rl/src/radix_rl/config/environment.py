@@ -15,7 +15,8 @@ class ArithmeticEnvironmentConfig(Section):
     max_operand: int = Field(default=99, ge=29)
     """Operands are drawn from 10 to this number."""
     carry_share: float | None = Field(default=None, ge=0, le=1)
-    """Share of problems whose last digits add up to 10 or more. Unset: as they come, a little under a half."""
+    """Share of problems whose last digits add up to 10 or more. Unset: as they come, a little under a
+    half."""
     num_eval_problems: int = Field(default=256, ge=1)
     """Held-out problems; none of them is a training problem."""
 

@@ -1,4 +1,5 @@
-"""Reads a `RunConfig` from a TOML file and `key.path=value` overrides; every fault is one ConfigurationError."""
+"""Reads a `RunConfig` from a TOML file and `key.path=value` overrides; every fault is one
+ConfigurationError."""
 
 import difflib
 import tomllib
@@ -13,7 +14,8 @@ from radix_rl.errors import ConfigurationError
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of `path` with `overrides` applied in order. Raises ConfigurationError naming every bad key."""
+    """The configuration of `path` with `overrides` applied in order. Raises ConfigurationError naming every
+    bad key."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

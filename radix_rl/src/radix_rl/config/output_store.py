@@ -12,7 +12,8 @@ class OutputStoreConfig(Section):
 
     enabled: bool = True
     backend: str = "shared_memory"
-    """Registered backend name: "memory" (one process), "shared_memory" (one machine), "mooncake" (many machines)."""
+    """Registered backend name: "memory" (one process), "shared_memory" (one machine), "mooncake" (many
+    machines)."""
     config: dict[str, Any] = Field(default_factory=dict)
     """The backend's own settings, passed on unchanged."""
     key_prefix: str | None = None

@@ -1,4 +1,5 @@
-"""`reference`: the configuration tree as a page of documentation. docs/configuration.md holds it, and a test compares."""
+"""`reference`: the configuration tree as a page of documentation. docs/configuration.md holds it, and a test
+compares."""
 
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -30,7 +31,9 @@ def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
         inner = list(_sections_in(field.annotation))
         nested += [(f"{path}.{name}" if path else name, child) for child in inner]
         if not inner and name != "type":
-            rows.append(f"| `{name}` | {_type_name(field)} | {_default(field)} | {_one_line(field.description)} |")
+            rows.append(
+                f"| `{name}` | {_type_name(field)} | {_default(field)} | {_one_line(field.description)} |"
+            )
     if rows:
         yield from ("| setting | values | default | |", "|---|---|---|---|", *rows, "")
     for child_path, child in nested:
@@ -48,7 +51,9 @@ def _type_name(field: FieldInfo) -> str:
     if any(getattr(item, "func", None) is parse_bytes for item in field.metadata):
         return "size"
     values = _values(field.annotation)
-    bounds = [_BOUNDS[type(bound).__name__](bound) for bound in field.metadata if type(bound).__name__ in _BOUNDS]
+    bounds = [
+        _BOUNDS[type(bound).__name__](bound) for bound in field.metadata if type(bound).__name__ in _BOUNDS
+    ]
     return ", ".join([" or ".join(values), *bounds])
 
 
@@ -67,14 +72,23 @@ def _values(annotation: Any) -> list[str]:
         return [f'`"{value}"`' for value in arguments]
     if annotation is type(None):
         return []
-    if arguments and ("Union" in origin or "|" in str(annotation)) and "tuple" not in origin and "dict" not in origin:
+    if (
+        arguments
+        and ("Union" in origin or "|" in str(annotation))
+        and "tuple" not in origin
+        and "dict" not in origin
+    ):
         return [value for argument in arguments for value in _values(argument)]
     if "tuple" in origin:
         items = [argument for argument in arguments if argument is not Ellipsis]
         return [f"list of {_values(items[0])[0]}"]
     if "dict" in origin:
         return ["table"]
-    return [{"str": "text", "int": "integer", "float": "number", "bool": "true, false", "Path": "path"}[annotation.__name__]]
+    return [
+        {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "Path": "path"}[
+            annotation.__name__
+        ]
+    ]
 
 
 def _default(field: FieldInfo) -> str:

@@ -44,7 +44,8 @@ class RunConfig(Section):
     def _settings_agree(self) -> Self:
         if self.rollout.sampling.temperature == 0:
             raise ValueError(
-                "rollout.sampling.temperature is 0 (greedy), which gives every sample of a group the same answer; "
+                "rollout.sampling.temperature is 0 (greedy), which gives every sample of a group the same "
+                "answer; "
                 "set it above 0"
             )
         num_samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
@@ -63,7 +64,8 @@ class RunConfig(Section):
             and self.output_store.backend == "memory"
         ):
             raise ValueError(
-                'output_store.backend "memory" cannot be reached by a remote engine; use "shared_memory" on one '
+                'output_store.backend "memory" cannot be reached by a remote engine; use "shared_memory" on '
+                "one "
                 'machine or "mooncake"'
             )
         return self

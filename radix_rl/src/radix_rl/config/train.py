@@ -15,7 +15,8 @@ class TrainConfig(Section):
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps on one rollout."""
     microbatch_tokens: int = Field(default=8192, ge=1)
-    """Tokens, padding included, of one forward and backward pass of a rank; a longer sample has a pass of its own."""
+    """Tokens, padding included, of one forward and backward pass of a rank; a longer sample has a pass of
+    its own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the trainer's weights and activations."""
     device: str = "cpu"
@@ -28,6 +29,8 @@ class TrainConfig(Section):
     replay_routed_experts: bool = True
     """Route as the engine did; a dense model must switch it off."""
     max_live_routed_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of real token rows (a sample's last token left out) that may lack recorded experts and route live."""
+    """Share of real token rows (a sample's last token left out) that may lack recorded experts and route
+    live."""
     gap_without_replay_every_steps: int = Field(default=0, ge=0)
-    """One extra forward pass without replay on every so many steps, to measure what replay gains. 0: never."""
+    """One extra forward pass without replay on every so many steps, to measure what replay gains. 0:
+    never."""

@@ -1,4 +1,5 @@
-"""Batches the trainer computes on: single samples without padding, and padded tensors of a microbatch of them."""
+"""Batches the trainer computes on: single samples without padding, and padded tensors of a microbatch of
+them."""
 
 from collections.abc import Sequence
 
@@ -26,7 +27,8 @@ class TrainSample(msgspec.Struct, kw_only=True, eq=False):
     loss_scale: float
     """Weight of each counted token in the minibatch's loss, see `radix_rl.train.reduction`."""
     routed_experts: np.ndarray | None = None
-    """`[N - 1, layers, top_k]` int32, row t = choices made while token t went through; -1 where there is none."""
+    """`[N - 1, layers, top_k]` int32, row t = choices made while token t went through; -1 where there is
+    none."""
 
     @property
     def num_tokens(self) -> int:
@@ -38,7 +40,8 @@ class TrainSample(msgspec.Struct, kw_only=True, eq=False):
 
 
 class TrainBatch(msgspec.Struct, kw_only=True, eq=False):
-    """B samples padded on the right to T tokens. Shape suffixes: b samples, t tokens, l layers, k experts a token.
+    """B samples padded on the right to T tokens. Shape suffixes: b samples, t tokens, l layers, k experts a
+    token.
 
     Position t of the `*_bt` response tensors speaks of token t itself; position 0 is never a response token.
     """
@@ -65,7 +68,8 @@ def make_train_sample(
     """Checks what a rollout hands over. Raises TrainingError for log-probabilities that are absent."""
     if len(sample.rollout_logprobs) != len(sample.loss_mask):
         raise TrainingError(
-            f"sample {sample.name}: expected {len(sample.loss_mask)} rollout log-probabilities, one for each response "
+            f"sample {sample.name}: expected {len(sample.loss_mask)} rollout log-probabilities, one for each "
+            "response "
             f"token, got {len(sample.rollout_logprobs)}"
         )
     if routed_experts is not None and len(routed_experts) != len(sample.tokens) - 1:
@@ -120,7 +124,8 @@ def _pad_experts(samples: Sequence[TrainSample], width: int, device: torch.devic
         if sample.routed_experts is None or sample.routed_experts.shape[1:] != first.shape[1:]:
             got = None if sample.routed_experts is None else sample.routed_experts.shape[1:]
             raise ReplayError(
-                f"sample {sample.name}: expected routed_experts of {first.shape[1:]} layers and experts a token like "
+                f"sample {sample.name}: expected routed_experts of {first.shape[1:]} layers and experts a "
+                "token like "
                 f"sample {samples[0].name}, got {got}"
             )
         padded[row, : len(sample.routed_experts)] = sample.routed_experts

@@ -1,4 +1,5 @@
-"""Checkpoints: complete or absent. A directory holds the model in Hugging Face format and all a run needs to go on."""
+"""Checkpoints: complete or absent. A directory holds the model in Hugging Face format and all a run needs to
+go on."""
 
 import logging
 import os
@@ -51,7 +52,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `directory/step-N` and drop all but the newest `keep`. Every rank calls it; rank 0 writes.
 
-    Everything is written under another name and renamed at the end: a crash leaves the checkpoints that were there.
+    Everything is written under another name and renamed at the end: a crash leaves the checkpoints that were
+    there.
     """
     target = directory / f"step-{state.step}"
     weights = get_model_state_dict(worker.model, options=_FULL)
@@ -78,7 +80,8 @@ def save_checkpoint(
 
 
 def find_checkpoint(resume: str | Path, directory: Path) -> Path | None:
-    """The checkpoint that the setting `checkpoint.resume` means. Raises ConfigurationError for a path without one."""
+    """The checkpoint that the setting `checkpoint.resume` means. Raises ConfigurationError for a path
+    without one."""
     if resume == "never":
         return None
     if resume == "latest":
@@ -99,7 +102,8 @@ def read_state(checkpoint: Path) -> RunState:
 
 
 def restore_worker(checkpoint: Path, worker: PolicyWorker) -> None:
-    """Optimizer, schedule and random state; the worker's model was loaded from `<checkpoint>/model` before."""
+    """Optimizer, schedule and random state; the worker's model was loaded from `<checkpoint>/model`
+    before."""
     saved: dict[str, Any] = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=False)
     set_optimizer_state_dict(worker.model, worker.optimizer, saved["optimizer"], options=_FULL)
     worker.optimizer_steps = read_state(checkpoint).optimizer_steps

@@ -1,4 +1,5 @@
-"""Rollout correction: weights for tokens that the engine sampled under slightly other probabilities than the trainer's."""
+"""Rollout correction: weights for tokens that the engine sampled under slightly other probabilities than the
+trainer's."""
 
 import torch
 
@@ -13,8 +14,8 @@ def correction_weights(
 ) -> torch.Tensor:
     """`[b, t]` float32, detached: exp(trainer before the step - rollout), of the token or the whole response.
 
-    "truncated" bounds the weights above; "masked" sets those outside the bounds to 0. Where the loss mask is 0 the value
-    means nothing.
+    "truncated" bounds the weights above; "masked" sets those outside the bounds to 0. Where the loss mask is
+    0 the value means nothing.
     """
     if config.type == "none":
         return torch.ones_like(rollout_logprobs_bt)

@@ -1,6 +1,8 @@
-"""`DistributedTrainer`: several ranks with FSDP2. Rank 0 is the run's own process; the others are its children.
+"""`DistributedTrainer`: several ranks with FSDP2. Rank 0 is the run's own process; the others are its
+children.
 
-Rank 0 tells the children what to do over pipes, does the same itself, and the collectives of FSDP bring them together.
+Rank 0 tells the children what to do over pipes, does the same itself, and the collectives of FSDP bring them
+together.
 """
 
 import multiprocessing
@@ -49,15 +51,18 @@ class _ChildSetup:
 
 
 class DistributedTrainer:
-    """Used by one thread at a time, in the process that built it. Each rank reads only its own samples' outputs."""
+    """Used by one thread at a time, in the process that built it. Each rank reads only its own samples'
+    outputs."""
 
     def __init__(self, config: RunConfig, run_store: RunStore | None, checkpoint: Path | None) -> None:
-        """Starts the children and waits until every rank has its shard. Raises TrainingError with a child's traceback."""
+        """Starts the children and waits until every rank has its shard. Raises TrainingError with a child's
+        traceback."""
         self._size = config.train.num_ranks
         num_samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
         if num_samples // config.train.minibatches < self._size:
             raise ConfigurationError(
-                f"train.num_ranks is {self._size}, but a minibatch has {num_samples // config.train.minibatches} samples; "
+                f"train.num_ranks is {self._size}, but a minibatch has "
+                f"{num_samples // config.train.minibatches} samples; "
                 "every rank needs one"
             )
         self._children: list[tuple[BaseProcess, Connection]] = []
@@ -74,7 +79,9 @@ class DistributedTrainer:
                     {} if run_store is None else run_store.config,
                     checkpoint,
                 )
-                child = context.Process(target=_child_main, args=(setup, theirs), name=f"trainer-rank-{rank}", daemon=True)
+                child = context.Process(
+                    target=_child_main, args=(setup, theirs), name=f"trainer-rank-{rank}", daemon=True
+                )
                 child.start()
                 theirs.close()
                 self._children.append((child, ours))
@@ -144,7 +151,8 @@ class DistributedTrainer:
                 raise TrainingError(f"{child.name} failed:\n{report}") from error
 
     def _guarded(self, call: Any) -> Any:
-        """Run rank 0's part. A child that failed breaks its collectives; the child's traceback is the reason to give."""
+        """Run rank 0's part. A child that failed breaks its collectives; the child's traceback is the reason
+        to give."""
         try:
             return call()
         except RadixError:
@@ -199,7 +207,8 @@ def _build_sharded(config: RunConfig, store: OutputStore | None, checkpoint: Pat
 
 
 def _child_main(setup: _ChildSetup, pipe: Connection) -> None:
-    """A child's life: join, then follow rank 0 until the pipe closes. Its first error is reported and ends it."""
+    """A child's life: join, then follow rank 0 until the pipe closes. Its first error is reported and ends
+    it."""
     store: OutputStore | None = None
     try:
         rendezvous = dist.TCPStore("127.0.0.1", setup.port, setup.config.train.num_ranks, is_master=False)

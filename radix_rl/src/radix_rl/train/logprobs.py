@@ -1,4 +1,5 @@
-"""Log-probabilities of tokens under the distribution that they were sampled from: the engine's transforms, repeated."""
+"""Log-probabilities of tokens under the distribution that they were sampled from: the engine's transforms,
+repeated."""
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -11,10 +12,11 @@ CHUNK_ROWS = 4096
 
 
 def response_logprobs(model: torch.nn.Module, batch: TrainBatch, sampling: SamplingConfig) -> torch.Tensor:
-    """One forward pass: `[b, t]` float32, log-probability of token t given those before it; 0 where loss_mask is 0.
+    """One forward pass: `[b, t]` float32, log-probability of token t given those before it; 0 where
+    loss_mask is 0.
 
-    Logits are computed from the first position that predicts a response token on. No attention mask is passed: with
-    padding on the right, causal attention keeps real tokens from seeing it.
+    Logits are computed from the first position that predicts a response token on. No attention mask is
+    passed: with padding on the right, causal attention keeps real tokens from seeing it.
     """
     counted_bt = batch.loss_mask_bt > 0
     logprobs_bt = torch.zeros_like(batch.rollout_logprobs_bt)
@@ -51,7 +53,8 @@ def _token_logprobs(logits_nv: torch.Tensor, ids_n: torch.Tensor, sampling: Samp
 def _kept(scores_nv: torch.Tensor, ids_n: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
     """`[n, v]` bool: what top-k, top-p and min-p, together on one distribution, leave.
 
-    The sampled token always stays: the engine sampled it, and rounding on its edge must not make it impossible here.
+    The sampled token always stays: the engine sampled it, and rounding on its edge must not make it
+    impossible here.
     """
     ordered, ids = scores_nv.softmax(dim=-1).sort(dim=-1, descending=True)
     keep = ordered >= ordered[:, :1] * sampling.min_p

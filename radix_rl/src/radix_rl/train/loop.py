@@ -28,7 +28,8 @@ Log = Callable[[int, dict[str, float]], None]
 
 
 class Trainer(Protocol):
-    """What the loop needs of a trainer, whatever the number of its ranks. Called from one thread at a time."""
+    """What the loop needs of a trainer, whatever the number of its ranks. Called from one thread at a
+    time."""
 
     @property
     def optimizer_steps(self) -> int: ...
@@ -108,8 +109,9 @@ async def run_step(parts: RunParts, state: RunState) -> tuple[RunState, dict[str
 async def collect_samples(parts: RunParts, state: RunState, samples: list[Sample]) -> int:
     """Fill `samples` with a step's groups; the index of the first problem that was not used.
 
-    With dynamic sampling, groups whose rewards are all equal are dropped, their objects deleted, and replaced by groups of
-    further problems; after the last round a step without any other group trains on the equal ones, and changes nothing.
+    With dynamic sampling, groups whose rewards are all equal are dropped, their objects deleted, and
+    replaced by groups of further problems; after the last round a step without any other group trains on the
+    equal ones, and changes nothing.
     """
     rollout = parts.config.rollout
     next_problem, num_groups = state.next_problem, 0

@@ -71,7 +71,8 @@ def _gspo(
     advantages: torch.Tensor,
     mask: torch.Tensor,
 ) -> TokenLosses:
-    """GSPO (Zheng et al. 2025), its token form: every token has the sequence's ratio, and its own gradient."""
+    """GSPO (Zheng et al. 2025), its token form: every token has the sequence's ratio, and its own
+    gradient."""
     log_ratio = (logprobs - old) * mask
     mean = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
     ratio = (mean.detach() + (logprobs - logprobs.detach()) * mask).exp()
@@ -100,6 +101,7 @@ _LOSSES: dict[type, Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, tor
 
 
 def kl_to_reference(logprobs_bt: torch.Tensor, reference_logprobs_bt: torch.Tensor) -> torch.Tensor:
-    """k3 of Schulman's note on KL estimators: exp(d) - 1 - d with d = reference - policy; `[b, t]`, never negative."""
+    """k3 of Schulman's note on KL estimators: exp(d) - 1 - d with d = reference - policy; `[b, t]`, never
+    negative."""
     difference = reference_logprobs_bt - logprobs_bt
     return difference.exp() - 1 - difference

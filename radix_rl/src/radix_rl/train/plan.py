@@ -1,16 +1,18 @@
 """Who computes what: samples to minibatches, and a minibatch's samples to ranks."""
 
 import heapq
+import itertools
 import random
 from collections.abc import Sequence
 
 
 def split_minibatches(num_samples: int, num_minibatches: int, seed: str) -> list[list[int]]:
-    """Sample positions in a random order that depends on `seed` alone, in parts whose sizes differ by at most one."""
+    """Sample positions in a random order that depends on `seed` alone, in parts whose sizes differ by at
+    most one."""
     order = list(range(num_samples))
     random.Random(seed).shuffle(order)
     bounds = [num_samples * part // num_minibatches for part in range(num_minibatches + 1)]
-    return [order[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [order[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 def assign_to_ranks(num_tokens: Sequence[int], num_ranks: int) -> list[list[int]]:

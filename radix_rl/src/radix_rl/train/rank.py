@@ -23,10 +23,14 @@ class RankTrainer:
     """Reads the replay outputs of its own samples, once each, and trains on them. Does not delete them."""
 
     def __init__(
-        self, config: RunConfig, worker: PolicyWorker, store: OutputStore | None, checkpoint: Path | None = None
+        self,
+        config: RunConfig,
+        worker: PolicyWorker,
+        store: OutputStore | None,
+        checkpoint: Path | None = None,
     ) -> None:
-        """`store` stays the caller's. With `checkpoint` the optimizer goes on where that one ended; the worker's model
-        must be the checkpoint's."""
+        """`store` stays the caller's. With `checkpoint` the optimizer goes on where that one ended; the
+        worker's model must be the checkpoint's."""
         self._config = config
         self.worker = worker
         self._store = store
@@ -100,7 +104,8 @@ def build_rank(
     shard: Callable[[torch.nn.Module], None] = lambda model: None,
     ranks: Ranks | None = None,
 ) -> RankTrainer:
-    """A rank with the model of the checkpoint, or of `model.path`. `shard` spreads a loaded model over the ranks."""
+    """A rank with the model of the checkpoint, or of `model.path`. `shard` spreads a loaded model over the
+    ranks."""
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
     model = load_policy(checkpoint / "model" if checkpoint else config.model.path, config.model, config.train)
@@ -109,4 +114,6 @@ def build_rank(
     if config.algorithm.kl_coefficient > 0:
         reference = load_reference(config.model, config.train)
         shard(reference)
-    return RankTrainer(config, PolicyWorker(config, model, reference=reference, ranks=ranks), store, checkpoint)
+    return RankTrainer(
+        config, PolicyWorker(config, model, reference=reference, ranks=ranks), store, checkpoint
+    )

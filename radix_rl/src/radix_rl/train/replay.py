@@ -1,7 +1,7 @@
 """Routing replay: the forward pass of one microbatch uses the experts that the engine recorded.
 
-Hooks sit on the live router modules while a microbatch is bound, and nowhere else: the plain path is the same model
-without hooks, and an exception leaves nothing behind.
+Hooks sit on the live router modules while a microbatch is bound, and nowhere else: the plain path is the
+same model without hooks, and an exception leaves nothing behind.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,8 @@ class RouterReplay:
     def microbatch(self, batch: TrainBatch, counts: ReplayCounts) -> Iterator["RouterReplay"]:
         """Forward and backward pass of `batch` happen inside; call `forward_finished` between them.
 
-        Counts are added when the block ends without an error. Raises ReplayError for rows that do not fit the model.
+        Counts are added when the block ends without an error. Raises ReplayError for rows that do not fit
+        the model.
         """
         if self._bound is not None:
             raise TrainingError("a microbatch is bound already; its forward and backward pass must end first")
@@ -82,12 +83,13 @@ class RouterReplay:
         wrong = {layer: calls for layer in self._routers if (calls := self._bound.calls.get(layer, 0)) != 1}
         if wrong:
             raise ReplayError(
-                f"replay expected one call of each router in a forward pass, got {wrong} (layer: calls); the model shares, "
+                f"replay expected one call of each router in a forward pass, got {wrong} (layer: calls); the "
+                "model shares, "
                 "skips or repeats routers, which replay does not support"
             )
         self._bound.recomputing = True
 
-    def _hook(self, layer: int, family: RouterWeights):  # noqa: ANN202
+    def _hook(self, layer: int, family: RouterWeights):
         def hook(
             router: torch.nn.Module, _args: object, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -97,7 +99,8 @@ class RouterReplay:
             recorded = binding.experts[layer]
             if recorded.shape != live.shape:
                 raise ReplayError(
-                    f"layer {layer}: expected {tuple(live.shape)} recorded experts (tokens, experts a token), "
+                    f"layer {layer}: expected {tuple(live.shape)} recorded experts (tokens, experts a "
+                    "token), "
                     f"got {tuple(recorded.shape)}"
                 )
             if not binding.recomputing:
@@ -122,7 +125,8 @@ class RouterReplay:
         absent_btl = (rows_btlk[:, :, routed] == -1).all(dim=-1)
         if not (present_btl | absent_btl).all() or not (present_btl.all(-1) | absent_btl.all(-1)).all():
             raise ReplayError(
-                "a row of routed experts is partly -1: experts of some layers or places are missing, which means that the "
+                "a row of routed experts is partly -1: experts of some layers or places are missing, which "
+                "means that the "
                 "capture is incomplete"
             )
         positions = torch.arange(rows_btlk.shape[1], device=rows_btlk.device)
@@ -150,7 +154,8 @@ class RouterReplay:
         num_layers, top_k = rows_btlk.shape[2:]
         if num_layers != self._num_layers:
             raise ReplayError(
-                f"routed experts have {num_layers} layers, but the model has {self._num_layers}; layers are counted over "
+                f"routed experts have {num_layers} layers, but the model has {self._num_layers}; layers are "
+                "counted over "
                 "the whole model, dense ones included"
             )
         for layer in range(num_layers):
@@ -167,17 +172,20 @@ class RouterReplay:
             if int(rows.max()) >= int(router.num_experts) or int(rows.min()) < -1:
                 wrong = int(rows.max()) if int(rows.max()) >= int(router.num_experts) else int(rows.min())
                 raise ReplayError(
-                    f"layer {layer} has experts 0 to {int(router.num_experts) - 1}, a recorded row names expert {wrong}"
+                    f"layer {layer} has experts 0 to {int(router.num_experts) - 1}, a recorded row names "
+                    f"expert {wrong}"
                 )
             ordered = rows.sort(dim=-1).values
             if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
                 raise ReplayError(
-                    f"layer {layer}: a recorded row names an expert twice; the rows were not filled by a router"
+                    f"layer {layer}: a recorded row names an expert twice; the rows were not filled by a "
+                    "router"
                 )
 
 
 def _spread(experts_nk: torch.Tensor, unused_n: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Rows whose result nothing uses (padding, last tokens) go round the experts, so that none gets them all."""
+    """Rows whose result nothing uses (padding, last tokens) go round the experts, so that none gets them
+    all."""
     top_k = experts_nk.shape[1]
     order = unused_n.cumsum(dim=0) - 1
     places = torch.arange(top_k, device=experts_nk.device)

@@ -1,8 +1,9 @@
-"""Routers of Hugging Face models that can be told which experts to use, one adapter for each way of weighting them.
+"""Routers of Hugging Face models that can be told which experts to use, one adapter for each way of
+weighting them.
 
-A router here is a module that returns `(logits [n, experts], weights [n, k], experts [n, k])`, the interface of
-transformers 5. Replay keeps its logits, takes the recorded experts, and weights them by the live logits, so that gradients
-reach the router.
+A router here is a module that returns `(logits [n, experts], weights [n, k], experts [n, k])`, the interface
+of transformers 5. Replay keeps its logits, takes the recorded experts, and weights them by the live logits,
+so that gradients reach the router.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +15,8 @@ from radix_rl.errors import ConfigurationError
 
 
 class RouterWeights(ABC):
-    """How a family of routers weights the experts that it chose; repeats the router's own operations in their order."""
+    """How a family of routers weights the experts that it chose; repeats the router's own operations in
+    their order."""
 
     class_names: frozenset[str]
 
@@ -26,7 +28,8 @@ class RouterWeights(ABC):
 
 
 class SoftmaxThenChoose(RouterWeights):
-    """Softmax over all experts, and the chosen shares normalised where the router has `norm_topk_prob` set."""
+    """Softmax over all experts, and the chosen shares normalised where the router has `norm_topk_prob`
+    set."""
 
     class_names = frozenset(
         {
@@ -71,7 +74,8 @@ class ChooseThenSoftmax(RouterWeights):
 
 
 class SigmoidThenScale(RouterWeights):
-    """Sigmoid of each logit, normalised where `norm_topk_prob` is set, times a constant; the bias only chooses."""
+    """Sigmoid of each logit, normalised where `norm_topk_prob` is set, times a constant; the bias only
+    chooses."""
 
     class_names = frozenset({"DeepseekV3TopkRouter", "Glm4MoeTopkRouter"})
 
@@ -110,14 +114,16 @@ def find_replay_routers(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Modu
                 {type(module).__name__ for module in layer.modules() if "Rout" in type(module).__name__}
             )
             raise ConfigurationError(
-                f"layer {index}: expected one router that replay knows, got {names}; known: {sorted(_BY_CLASS)}. Add its "
+                f"layer {index}: expected one router that replay knows, got {names}; known: "
+                f"{sorted(_BY_CLASS)}. Add its "
                 "weighting to radix_rl.train.routers, or set train.replay_routed_experts=false"
             )
         if routers:
             found[index] = (routers[0], _BY_CLASS[type(routers[0]).__name__])
     if not found:
         raise ConfigurationError(
-            f"train.replay_routed_experts is on, but {type(model).__name__} has no routers; set it to false for a dense "
+            f"train.replay_routed_experts is on, but {type(model).__name__} has no routers; set it to false "
+            "for a dense "
             "model"
         )
     return found

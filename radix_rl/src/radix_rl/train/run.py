@@ -81,7 +81,8 @@ async def train_async(config: RunConfig, log: Log, environment: Environment | No
             run_store=run_store,
             log=log,
         )
-        # The engine may hold anything: other weights, a later version of another run, the checkpoint before this one.
+        # The engine may hold anything: other weights, a later version of another run, the checkpoint before
+        # this one.
         await parts.synchronizer.sync(state.step, trainer.named_weights())
         state = await run_steps(parts, state)
         return RunOutcome(state=state, objects_left=0 if run_store is None else run_store.objects_left())
@@ -96,7 +97,7 @@ def build_trainer(config: RunConfig, run_store: RunStore | None, checkpoint: Pat
     return build_rank(config, None if run_store is None else run_store.store, checkpoint)
 
 
-def load_tokenizer(path: Path):  # noqa: ANN201
+def load_tokenizer(path: Path):
     """Raises ConfigurationError for a folder without one."""
     try:
         return AutoTokenizer.from_pretrained(path)

@@ -6,7 +6,8 @@ from radix_rl.config.optimizer import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, optimizer_step: int, total_steps: int) -> float:
-    """Rate of step `optimizer_step` (from 0) of `total_steps`: linear warm-up, then the configured schedule."""
+    """Rate of step `optimizer_step` (from 0) of `total_steps`: linear warm-up, then the configured
+    schedule."""
     if optimizer_step < config.warmup_steps:
         return config.lr * (optimizer_step + 1) / config.warmup_steps
     if config.schedule == "constant":

@@ -22,7 +22,9 @@ class SampleTask(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 def plan_step(config: RunConfig, samples: Sequence[Sample], step: int) -> list[list[SampleTask]]:
     """The minibatches of a step, over all ranks: depends on configuration, samples and step number alone."""
     rewards = [_reward(sample) for sample in samples]
-    advantages = compute_advantages(config.algorithm.advantage, rewards, [sample.group_id for sample in samples])
+    advantages = compute_advantages(
+        config.algorithm.advantage, rewards, [sample.group_id for sample in samples]
+    )
     counted = [sum(sample.loss_mask) for sample in samples]
     num_minibatches = min(config.train.minibatches, len(samples))
     plan = []

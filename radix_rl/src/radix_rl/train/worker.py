@@ -1,4 +1,5 @@
-"""`PolicyWorker`: one trainer rank. Holds the policy and its optimizer, and turns samples into optimizer steps."""
+"""`PolicyWorker`: one trainer rank. Holds the policy and its optimizer, and turns samples into optimizer
+steps."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -72,10 +73,12 @@ class PolicyWorker:
     def train_step(
         self, minibatches: Sequence[Sequence[TrainSample]], *, measure_without_replay: bool = False
     ) -> dict[str, float]:
-        """One optimizer step for each minibatch; `minibatches[i]` are this rank's samples of minibatch i, at least one.
+        """One optimizer step for each minibatch; `minibatches[i]` are this rank's samples of minibatch i, at
+        least one.
 
-        The policy before the step is what the first forward pass sees: with one minibatch its log-probabilities come from
-        that pass, with more from a pass of their own. Returns the step's metrics over all ranks, the same on every rank.
+        The policy before the step is what the first forward pass sees: with one minibatch its
+        log-probabilities come from that pass, with more from a pass of their own. Returns the step's metrics
+        over all ranks, the same on every rank.
         """
         step = _StepSums()
         samples = [sample for minibatch in minibatches for sample in minibatch]
@@ -97,7 +100,8 @@ class PolicyWorker:
         return metrics
 
     def logprobs(self, samples: Sequence[TrainSample], *, replay: bool) -> list[torch.Tensor]:
-        """Of the present policy, one `[C]` float32 CPU tensor a sample (0 where loss_mask is 0). No gradients."""
+        """Of the present policy, one `[C]` float32 CPU tensor a sample (0 where loss_mask is 0). No
+        gradients."""
         found: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for group, batch in self._microbatches(samples):
@@ -125,7 +129,8 @@ class PolicyWorker:
         norm_value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not torch.isfinite(torch.tensor(norm_value)):
             raise TrainingError(
-                f"the gradient of optimizer step {self.optimizer_steps} is {norm_value}; the weights were not changed"
+                f"the gradient of optimizer step {self.optimizer_steps} is {norm_value}; the weights were "
+                "not changed"
             )
         self.optimizer.step()
         self.optimizer_steps += 1
@@ -172,7 +177,8 @@ class PolicyWorker:
             step.smallest_ratio = min(step.smallest_ratio, float(ratios.min()))
 
     def _microbatches(self, samples: Sequence[TrainSample]) -> Iterator[tuple[list[TrainSample], TrainBatch]]:
-        """Groups of samples with their padded tensors; as many on every rank, since sharded models run in step."""
+        """Groups of samples with their padded tensors; as many on every rank, since sharded models run in
+        step."""
         groups = [
             [samples[position] for position in positions]
             for positions in split_microbatches(samples, self.config.train.microbatch_tokens)
