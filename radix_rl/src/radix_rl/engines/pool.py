@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
@@ -13,6 +14,9 @@ from radix_rl.weights.bucket import WeightBucket
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+MAX_SESSIONS = 65536
+"""Sessions whose engine a pool remembers; one that is forgotten starts anew on the least loaded."""
 
 
 def _common(lists: Sequence[tuple[T, ...]]) -> tuple[T, ...]:
@@ -36,8 +40,8 @@ class EnginePool(Engine):
         self._revive_after_s = revive_after_s
         self._load = [0] * len(engines)
         self._alive = [True] * len(engines)
-        self._home: dict[str, int] = {}
-        """Session -> engine that holds its cached prefix."""
+        self._home: OrderedDict[str, int] = OrderedDict()
+        """Session -> engine that holds its cached prefix; the least recently used is forgotten first."""
         self._revivals: set[asyncio.Task[None]] = set()
 
     @property
@@ -135,21 +139,23 @@ class EnginePool(Engine):
             task.cancel()
         await self._on_all(lambda engine: engine.close())
 
-    def forget_session(self, session_id: str) -> None:
-        """A session has ended; its id may be used again on any engine."""
-        self._home.pop(session_id, None)
-
     def _choose(self, session_id: str | None, tried: Collection[int]) -> int:
         candidates = self._candidates(tried)
         if not candidates:
             raise EngineDeadError(f"no engine of {len(self.engines)} is alive")
-        home = self._home.get(session_id) if session_id is not None else None
-        if home in candidates:
-            return home
-        index = min(candidates, key=lambda candidate: self._load[candidate])
-        if session_id is not None:
-            self._home[session_id] = index
-        return index
+        if session_id is None:
+            return self._least_loaded(candidates)
+        home = self._home.get(session_id)
+        if home not in candidates:
+            home = self._least_loaded(candidates)
+        self._home[session_id] = home
+        self._home.move_to_end(session_id)
+        if len(self._home) > MAX_SESSIONS:
+            self._home.popitem(last=False)
+        return home
+
+    def _least_loaded(self, candidates: Sequence[int]) -> int:
+        return min(candidates, key=lambda candidate: self._load[candidate])
 
     def _candidates(self, tried: Collection[int]) -> list[int]:
         return [index for index, alive in enumerate(self._alive) if alive and index not in tried]

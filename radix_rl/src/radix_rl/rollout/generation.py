@@ -18,10 +18,10 @@ from radix_rl.config.rollout import RolloutConfig, SamplingConfig
 from radix_rl.engines.base import Engine
 from radix_rl.errors import ConfigurationError, EngineError
 from radix_rl.rollout.environments.base import Environment, Problem
-from radix_rl.rollout.refs import delete_refs
+from radix_rl.rollout.refs import delete_refs, discard_answer, in_thread_to_end
 from radix_rl.rollout.sample import Sample
 from radix_rl.types import GenerateOutput, GenerateRequest, SamplingParams
-from radix_transfer_plugins import OutputStore, StoreRef
+from radix_transfer_plugins import OutputStore
 from radix_transfer_plugins.errors import OutputStoreError
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class RolloutGenerator:
             )
         except BaseException:
             if self._store is not None:
-                await asyncio.to_thread(_delete_quietly, samples, self._store)
+                await in_thread_to_end(_delete_quietly, samples, self._store)
             raise
 
     async def evaluate(self, problems: Sequence[Problem], sampling: SamplingConfig) -> list[Sample]:
@@ -126,14 +126,14 @@ class RolloutGenerator:
                 sample = await self._joined(request, output, sample, group_id, index)
             except BaseException:
                 if sample is not None and self._store is not None:
-                    await asyncio.to_thread(_delete_quietly, [sample], self._store)
+                    await in_thread_to_end(_delete_quietly, [sample], self._store)
                 raise
             if output.finish_reason.type != "abort":
                 break
             fruitless = 0 if output.output_ids else fruitless + 1
             if fruitless == MAX_FRUITLESS_ABORTS:
                 if self._store is not None:
-                    await asyncio.to_thread(_delete_quietly, [sample], self._store)
+                    await in_thread_to_end(_delete_quietly, [sample], self._store)
                 raise EngineError(
                     f"problem {problem.problem_id}: aborted {fruitless} times in a row without a new token "
                     f"({output.finish_reason.message or 'no reason given'})"
@@ -177,7 +177,7 @@ class RolloutGenerator:
             sample.add_response(request, output, store_backend=self._store_backend)
             return sample
         except Exception:
-            await asyncio.to_thread(self._discard, output)
+            await in_thread_to_end(discard_answer, output, self._store)
             raise
 
     def _scored(self, problem: Problem, sample: Sample) -> Sample:
@@ -189,14 +189,6 @@ class RolloutGenerator:
     def _derived_seed(self, path: str) -> int:
         digest = hashlib.blake2b(f"{self._seed}/{path}".encode(), digest_size=4).digest()
         return int.from_bytes(digest, "little") >> 1
-
-    def _discard(self, output: GenerateOutput) -> None:
-        if self._store is None or output.output_store_ref is None:
-            return
-        try:
-            self._store.delete_many([StoreRef.from_builtins(output.output_store_ref)])
-        except OutputStoreError as error:
-            logger.warning("could not delete the object of a refused answer: %s", error)
 
     def _check_engine(self) -> None:
         unknown = self._replay - {"routed_experts", "indexer_topk", "sampling_mask"}

@@ -58,9 +58,9 @@ class ArithmeticEnvironment(Environment):
         num_eval_problems: int = 256,
         seed: int = 0,
     ) -> None:
-        """Operands lie in [10, max_operand]. `carry_share`: share of problems whose last digits add up to 10 or
-        more; None: as they come. `seed` orders the training problems; the held-out ones are the same for all
-        seeds."""
+        """Operands lie in [10, max_operand]. `carry_share`: share of problems whose last digits add up to
+        10 or more; None: as they come. `seed` orders the training problems; the held-out ones are the same
+        for all seeds."""
         self._tokenizer = tokenizer
         self._max_operand = max_operand
         self._carry_share = carry_share
