@@ -25,7 +25,7 @@ from radix_transfer_plugins import OutputStore, StoreRef, TokenOutputStash, crea
 
 HERE = Path(__file__).resolve().parent
 PLUGIN_FOLDER = HERE / "plugin"
-START_TIMEOUT_S = 400
+START_TIMEOUT_S = 900
 """About 20 s on a quiet machine."""
 BUFFER_BYTES = 1 << 28
 

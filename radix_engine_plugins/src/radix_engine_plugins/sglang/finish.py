@@ -45,7 +45,8 @@ async def _stored(
         async for response in responses:
             meta_info = response["meta_info"]
             if obj.return_sampling_mask and obj.sampling_logprobs_mode == "support":
-                end = len(outputs.selected_logprobs)
+                # Not all that have arrived: the next step's may be among them already.
+                end = meta_info.get("completion_tokens", 0)
                 meta_info["output_token_sampling_selected_logprobs"] = outputs.selected_logprobs[num_sent:end]
                 num_sent = end if obj.stream and incremental else 0
             if opted_in(obj):

@@ -15,54 +15,16 @@ Hooks:
 """
 # pyright: reportMissingImports=false
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-import anyio
-
+from radix_engine_plugins.handover import HandoverMiddleware, Owned, http_receiver
 from radix_engine_plugins.sglang import hooks
 from radix_engine_plugins.sglang.chat import streamed_refs
 from radix_engine_plugins.sglang.request_fields import adopt_engine_opt_in, opted_in, root_of
 from radix_engine_plugins.sglang.session import StoreSession, session_of
-from radix_engine_plugins.writer import OutputStoreWriter
-from radix_transfer_plugins import StoreRef
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 _ATTRIBUTE = "radix_handover"
-
-
-class Owned:
-    """References that this process owns, by key. Used by one event loop."""
-
-    def __init__(self) -> None:
-        self._refs: dict[str, tuple[StoreRef, OutputStoreWriter]] = {}
-
-    def add(self, ref: StoreRef, writer: OutputStoreWriter) -> None:
-        self._refs[ref.key] = (ref, writer)
-
-    def move(self, key: str, to: "Owned | None") -> None:
-        """Hand a reference on; None: to the client."""
-        entry = self._refs.pop(key, None)
-        if entry is not None and to is not None:
-            to.add(*entry)
-
-    def keys_in(self, body: bytes) -> list[str]:
-        return [key for key in self._refs if key.encode() in body]
-
-    def discard_all(self) -> None:
-        for ref, writer in self._refs.values():
-            writer.discard([ref])
-        self._refs.clear()
-
-    def __bool__(self) -> bool:
-        return bool(self._refs)
-
-
-_http_request: ContextVar[Owned | None] = ContextVar("radix_http_request", default=None)
 
 
 def written_refs(obj: Any) -> Owned:
@@ -85,7 +47,7 @@ async def _hand_on(
 ) -> AsyncIterator[Any]:
     _refuse_what_cannot_be_met(session_of(manager), obj)
     written = written_refs(obj)
-    receiver = _http_request.get()
+    receiver = http_receiver()
     answers: Any = original(manager, obj, request)
     try:
         async for answer in answers:
@@ -118,43 +80,6 @@ def _refuse_what_cannot_be_met(session: StoreSession | None, obj: Any) -> None:
         raise ValueError("return_routed_experts: start the server with --enable-return-routed-experts")
     if obj.return_indexer_topk and not session.captures_indexer_topk:
         raise ValueError("return_indexer_topk: start the server with --enable-return-indexer-topk")
-
-
-class HandoverMiddleware:
-    """ASGI: owns the references of one HTTP request until their bytes are sent."""
-
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self._app = app
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        owned = Owned()
-        token = _http_request.set(owned)
-
-        async def send_and_note(message: Message) -> None:
-            keys = owned.keys_in(message.get("body", b"")) if owned else []
-            if keys and await _client_has_left(receive):
-                keys = []
-            await send(message)
-            for key in keys:
-                owned.move(key, to=None)
-
-        try:
-            await self._app(scope, receive, send_and_note)
-        finally:
-            _http_request.reset(token)
-            owned.discard_all()
-
-
-async def _client_has_left(receive: Receive) -> bool:
-    """Servers drop what is sent to a client that has left, in silence, but say so here. Does not wait."""
-    message: Message = {}
-    with anyio.CancelScope() as at_once:
-        at_once.cancel()
-        message = await receive()
-    return message.get("type") == "http.disconnect"
 
 
 def guard(app: Any) -> None:
