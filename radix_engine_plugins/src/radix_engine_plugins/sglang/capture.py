@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from radix_engine_plugins.sglang import hooks
 from radix_engine_plugins.codecs import routed_experts_codec
+from radix_engine_plugins.sglang import hooks
 from radix_engine_plugins.sglang.wire import KEY, PackedRows, is_marked, pack_rows
 from radix_transfer_plugins.codecs.raw import RawCodec
 

@@ -50,7 +50,9 @@ def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
 
 def read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     server_args = original(cls, args)
-    _turn_on(server_args, args.output_store_backend, args.output_store_backend_extra_config)
+    # Other programs build the namespace with parsers of their own.
+    backend = getattr(args, "output_store_backend", None)
+    _turn_on(server_args, backend, getattr(args, "output_store_backend_extra_config", None))
     return server_args
 
 

@@ -7,13 +7,11 @@ front ends.
 # pyright: reportMissingImports=false
 
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
+from radix_engine_plugins.settings import server_info
 from radix_engine_plugins.sglang import hooks
 from radix_engine_plugins.sglang.settings import settings_of
-from radix_transfer_plugins.backends.config import DEFAULT_KEY_PREFIX
-from radix_transfer_plugins.ref import REF_VERSION
 
 
 def with_output_store(
@@ -22,14 +20,7 @@ def with_output_store(
     info = original(server_args, scheduler_info)
     asked = settings_of(server_args)
     if asked is not None:
-        info["output_store"] = {
-            "enabled": True,
-            "backend": asked.backend,
-            "key_prefix": asked.config.get("key_prefix", DEFAULT_KEY_PREFIX),
-            "plugin": "radix-engine-plugins",
-            "plugin_version": version("radix-engine-plugins"),
-            "ref_version": REF_VERSION,
-        }
+        info["output_store"] = server_info(asked)
     return info
 
 

@@ -7,9 +7,10 @@ worker.
 
 from typing import Any
 
-from radix_engine_plugins.sglang import hooks
 from radix_engine_plugins.codecs import routed_experts_codec, store_codecs
-from radix_engine_plugins.sglang.settings import StoreSettings, settings_of
+from radix_engine_plugins.settings import StoreSettings
+from radix_engine_plugins.sglang import hooks
+from radix_engine_plugins.sglang.settings import settings_of
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_transfer_plugins import OutputStore, create_backend
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from radix_engine_plugins.settings import StoreSettings
 from radix_transfer_plugins import create_backend
 
 ENVIRONMENT_VARIABLE = "RADIX_SGLANG_OUTPUT_STORE"
@@ -16,11 +17,6 @@ ENVIRONMENT_VARIABLE = "RADIX_SGLANG_OUTPUT_STORE"
 
 _ATTRIBUTE = "_output_store"
 """On ServerArgs: attributes with an underscore are bookkeeping and travel with it to other processes."""
-
-
-class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    backend: str
-    config: dict[str, Any]
 
 
 def parse(backend: str | None, extra_config: str | Mapping[str, Any] | None) -> StoreSettings | None:
