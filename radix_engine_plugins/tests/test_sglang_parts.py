@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from radix_engine_plugins.sglang.codecs import routed_experts_codec
+from radix_engine_plugins.codecs import routed_experts_codec
+from radix_engine_plugins.settings import StoreSettings
 from radix_engine_plugins.sglang.outputs import RequestOutputs
 from radix_engine_plugins.sglang.plugin import check_version
-from radix_engine_plugins.sglang.settings import StoreSettings, attach, parse, settings_of
+from radix_engine_plugins.sglang.settings import attach, parse, settings_of
 from radix_engine_plugins.sglang.wire import MARK, PackedRows, is_marked, pack_rows, unpack_rows
 from radix_transfer_plugins.codecs.narrow import NarrowCodec
 from radix_transfer_plugins.codecs.raw import RawCodec
