@@ -1,5 +1,6 @@
-"""The embedded engine on one tiny Qwen3-MoE in float32: its tokens a second beside the model's own forward step and
-transformers.generate, and what capturing routed experts costs. One thread; CPU seconds of the whole process.
+"""The embedded engine on one tiny Qwen3-MoE in float32: its tokens a second beside the model's own forward
+step and transformers.generate, and what capturing routed experts costs. One thread; CPU seconds of the whole
+process.
 """
 
 import asyncio
@@ -97,7 +98,9 @@ def forward_steps(model: PreTrainedModel, count: int) -> Callable[[], None]:
 
 
 def transformers_generate(model: PreTrainedModel, count: int, new_tokens: int) -> None:
-    model.generate(prompts(count), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=True, top_k=0)
+    model.generate(
+        prompts(count), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=True, top_k=0
+    )
 
 
 def run() -> list[Result]:
@@ -128,7 +131,9 @@ def run() -> list[Result]:
             ]
         # The last concurrency has the most to capture.
         results.append(
-            at_most("embedded engine: cost of capture", seconds["engine"] / seconds["plain"] - 1, "ratio", 0.05)
+            at_most(
+                "embedded engine: cost of capture", seconds["engine"] / seconds["plain"] - 1, "ratio", 0.05
+            )
         )
         results += beside_generate(model, with_capture)
     finally:

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_rl.engines.base import EngineInfo
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
 from radix_rl.engines.embedded.core import EngineCore
+from radix_rl.engines.embedded.float32_products import Float32Products, cpu_lacks_bfloat16
 from radix_rl.engines.embedded.model_loader import load_model
 from radix_rl.engines.embedded.runner import ModelRunner
 from radix_rl.errors import ConfigurationError
@@ -55,11 +57,20 @@ def build_core(
         runner.capture_indexer_topk(int(loaded.text_config.index_topk))
     return EngineCore(
         runner,
+        products=_products(config, loaded.model),
         max_running_requests=config.max_running_requests,
         chunked_prefill_tokens=config.chunked_prefill_tokens,
         weight_version=config.weight_version,
         prefix_cache_tokens=config.prefix_cache_tokens,
     )
+
+
+def _products(config: EmbeddedEngineConfig, model: PreTrainedModel) -> Float32Products | None:
+    if model.dtype != torch.bfloat16 or model.device.type != "cpu":
+        return None
+    wanted = config.bfloat16_products
+    chosen = wanted == "float32" or (wanted == "auto" and cpu_lacks_bfloat16())
+    return Float32Products(model) if chosen else None
 
 
 def build_writer(config: EmbeddedEngineConfig, model: PreTrainedModel | None) -> OutputStoreWriter | None:

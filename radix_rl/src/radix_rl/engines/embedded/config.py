@@ -57,6 +57,9 @@ class EmbeddedEngineConfig(Section):
     """None: requests that ask for the store are refused."""
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm"] | None = None
     """How transformers multiplies by experts. Unset: what is fastest on the device."""
+    bfloat16_products: Literal["auto", "native", "float32"] = "auto"
+    """How a CPU multiplies bfloat16 matrices. "float32": through float32 copies of the weights, rounded
+    afterwards; several times faster on a CPU without bfloat16 instructions, where "auto" chooses it."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads that torch uses in the engine's worker. Unset: torch's own choice."""
     seed: int = 0

@@ -11,6 +11,7 @@ import torch
 
 from radix_rl.engines.base import PauseMode
 from radix_rl.engines.embedded.finish import FinishCheck
+from radix_rl.engines.embedded.float32_products import Float32Products
 from radix_rl.engines.embedded.prefix_cache import PrefixCache
 from radix_rl.engines.embedded.runner import ModelRunner
 from radix_rl.engines.embedded.sampler import Sampled, Sampler
@@ -38,9 +39,11 @@ class EngineCore:
         chunked_prefill_tokens: int,
         weight_version: str,
         prefix_cache_tokens: int = 0,
+        products: Float32Products | None = None,
     ) -> None:
         self.runner = runner
         self.weights = WeightUpdater(runner.model, weight_version)
+        self._products = products
         self.sampler = Sampler(runner.vocab_size, runner.device)
         self.paused: PauseMode | None = None
         self.waiting: deque[Sequence] = deque()
@@ -124,6 +127,8 @@ class EngineCore:
                 sequence.close_span(old)
             sequence.cache_version = None
         self.weights.commit(version)
+        if self._products is not None:
+            self._products.refresh()
         self.flush_prefixes()
 
     def rename_weights(self, version: str) -> None:
@@ -172,6 +177,8 @@ class EngineCore:
                 for sequence in self._by_id.values():
                     sequence.close_span(self.weights.version)
             self.weights.sleep()
+            if self._products is not None:
+                self._products.release()
         if "kv_cache" in tags and self.runner.cache.allocated:
             self.runner.cache.release()
             if self.prefixes is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from radix_rl.engines.embedded.attention import ATTENTION_NAME, register_attention
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
@@ -39,7 +39,9 @@ def load_model(
     if model is None:
         model = _from_path(config)
         tokenizer = tokenizer if tokenizer is not None else _tokenizer(config)
-    model.to(device=torch.device(config.device), dtype=_torch_dtype(config))  # type: ignore
+    elif config.dtype != "auto":
+        _cast_parameters(model, getattr(torch, config.dtype))
+    model.to(torch.device(config.device))  # type: ignore[arg-type]
     model.eval()
     model.requires_grad_(False)
     text_config = model.config.get_text_config(decoder=True)
@@ -56,6 +58,17 @@ def load_model(
     )
 
 
+def _cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """What `from_pretrained(dtype=...)` does: buffers such as rotary frequencies stay as exact as they are,
+    and so do the parameters that the model class wants in float32."""
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not kept.intersection(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+
+
 def _torch_dtype(config: EmbeddedEngineConfig) -> torch.dtype | None:
     return None if config.dtype == "auto" else getattr(torch, config.dtype)
 
@@ -68,7 +81,10 @@ def _from_path(config: EmbeddedEngineConfig) -> PreTrainedModel:
             f"model_path: expected a folder with {expected.name}, got {str(path)!r}"
             + ("" if path.is_dir() else " (no such folder)")
         )
-    kwargs: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
+    kwargs: dict[str, Any] = {}
+    if config.gguf_file:
+        # Packed weights could neither be updated nor named as a trainer names them.
+        kwargs = {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     try:
         return AutoModelForCausalLM.from_pretrained(path, dtype=_torch_dtype(config) or "auto", **kwargs)
     except (OSError, ValueError, KeyError) as error:

@@ -27,7 +27,8 @@ class WeightUpdater:
         by_id = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._owner[name] = by_id[id(parameter)]
-        self._buffers = {name: b for name, b in model.named_buffers() if name in model.state_dict()}
+        saved = model.state_dict().keys()
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
         self._pending: str | None = None
         self._staged: dict[str, torch.Tensor] = {}
 
