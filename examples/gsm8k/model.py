@@ -29,7 +29,14 @@ def find_gguf() -> Path:
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write model and tokenizer in float32: the file's 4-bit weights, dequantized."""
     source = {"gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
+    # What was loaded counts as quantized, which cannot be saved, though its weights are plain tensors.
+    settings = {
+        name: value for name, value in loaded.config.to_dict().items() if name != "quantization_config"
+    }
+    model = AutoModelForCausalLM.from_config(type(loaded.config).from_dict(settings))
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = loaded.generation_config
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
