@@ -8,5 +8,6 @@ BENCHMARKS = {
     "read_many_mooncake": "benchmarks.store.read_many_mooncake",
     "small_objects": "benchmarks.store.small_objects",
     "ray_object_store": "benchmarks.store.ray_object_store",
+    "embedded_speed": "benchmarks.engines.embedded_speed",
     "sglang_store": "benchmarks.engines.sglang_store",
 }
