@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from transformers import PreTrainedModel
 
 from radix_rl.errors import ConfigurationError
 from radix_rl.train.worker import PolicyWorker
@@ -63,9 +62,7 @@ def save_checkpoint(
     unfinished = directory / f".unfinished-{target.name}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    model = worker.model
-    assert isinstance(model, PreTrainedModel)
-    model.save_pretrained(unfinished / "model", state_dict=weights)
+    worker.model.save_pretrained(unfinished / "model", state_dict=weights)
     for pattern in _TOKENIZER_FILES:
         for path in tokenizer_from.glob(pattern):
             if path.suffix != ".safetensors":

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
 
 from radix_rl.config import RunConfig
 from radix_rl.errors import ConfigurationError, RadixError, TrainingError
@@ -66,7 +68,7 @@ class DistributedTrainer:
                 "every rank needs one"
             )
         self._children: list[tuple[BaseProcess, Connection]] = []
-        rendezvous = dist.TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)
+        rendezvous = TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         try:
             for rank in range(1, self._size):
@@ -171,7 +173,7 @@ class DistributedTrainer:
                 raise TrainingError(f"{child.name} failed:\n{report}")
 
 
-def shard_model(model: torch.nn.Module, device: str, num_ranks: int) -> None:
+def shard_model(model: PreTrainedModel, device: str, num_ranks: int) -> None:
     """FSDP2 over all ranks: each decoder layer is a unit, and what is left is another. In place."""
     mesh = init_device_mesh(torch.device(device).type, (num_ranks,))
     for layer in decoder_layers(model):
@@ -189,7 +191,7 @@ def _receive(pipe: Connection, timeout_s: float) -> str | None:
         return "the process died without a word; it may have been killed for its memory"
 
 
-def _join_group(config: RunConfig, rendezvous: dist.TCPStore, rank: int) -> None:
+def _join_group(config: RunConfig, rendezvous: TCPStore, rank: int) -> None:
     backend = "nccl" if torch.device(config.train.device).type == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=rendezvous, rank=rank, world_size=config.train.num_ranks, timeout=COLLECTIVE_TIMEOUT
@@ -211,7 +213,7 @@ def _child_main(setup: _ChildSetup, pipe: Connection) -> None:
     it."""
     store: OutputStore | None = None
     try:
-        rendezvous = dist.TCPStore("127.0.0.1", setup.port, setup.config.train.num_ranks, is_master=False)
+        rendezvous = TCPStore("127.0.0.1", setup.port, setup.config.train.num_ranks, is_master=False)
         _join_group(setup.config, rendezvous, setup.rank)
         if setup.store_backend is not None:
             store = OutputStore(backend=create_backend(setup.store_backend, setup.store_config))

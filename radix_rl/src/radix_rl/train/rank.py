@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from radix_rl.config import RunConfig
 from radix_rl.train.assemble import assemble_replay
@@ -101,7 +102,7 @@ def build_rank(
     store: OutputStore | None,
     checkpoint: Path | None,
     *,
-    shard: Callable[[torch.nn.Module], None] = lambda model: None,
+    shard: Callable[[PreTrainedModel], None] = lambda model: None,
     ranks: Ranks | None = None,
 ) -> RankTrainer:
     """A rank with the model of the checkpoint, or of `model.path`. `shard` spreads a loaded model over the

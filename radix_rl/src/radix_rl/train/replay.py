@@ -4,15 +4,19 @@ Hooks sit on the live router modules while a microbatch is bound, and nowhere el
 same model without hooks, and an exception leaves nothing behind.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from transformers import PreTrainedModel
 
 from radix_rl.errors import ReplayError, TrainingError
 from radix_rl.train.batch import TrainBatch
 from radix_rl.train.routers import RouterWeights, find_replay_routers
+
+RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Logits `[tokens, experts]`, weights `[tokens, k]`, experts `[tokens, k]`."""
 
 
 @dataclass
@@ -46,11 +50,11 @@ class _Binding:
 class RouterReplay:
     """Replays routed experts in one model. One thread; one microbatch is bound at a time."""
 
-    def __init__(self, model: torch.nn.Module, *, max_live_share: float) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_live_share: float) -> None:
         """`max_live_share`: the part of a microbatch's token rows that may lack recorded experts."""
         self._routers = find_replay_routers(model)
-        config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-        self._num_layers = int(config.num_hidden_layers)  # type: ignore[union-attr]
+        config = model.config.get_text_config(decoder=True)
+        self._num_layers = int(config.num_hidden_layers)
         self._max_live_share = max_live_share
         self._bound: _Binding | None = None
 
@@ -89,10 +93,8 @@ class RouterReplay:
             )
         self._bound.recomputing = True
 
-    def _hook(self, layer: int, family: RouterWeights):
-        def hook(
-            router: torch.nn.Module, _args: object, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _hook(self, layer: int, family: RouterWeights) -> Callable[..., RouterOutput]:
+        def hook(router: torch.nn.Module, _args: object, output: RouterOutput) -> RouterOutput:
             logits, _, live = output
             binding = self._bound
             assert binding is not None

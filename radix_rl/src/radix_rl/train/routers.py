@@ -8,8 +8,10 @@ so that gradients reach the router.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from radix_rl.errors import ConfigurationError
 
@@ -21,9 +23,7 @@ class RouterWeights(ABC):
     class_names: frozenset[str]
 
     @abstractmethod
-    def weights(
-        self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor
-    ) -> torch.Tensor:
+    def weights(self, router: Any, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
         """`[n, k]` in the router's own output dtype."""
 
 
@@ -41,9 +41,7 @@ class SoftmaxThenChoose(RouterWeights):
         }
     )
 
-    def weights(
-        self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor
-    ) -> torch.Tensor:
+    def weights(self, router: Any, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
         chosen = logits_ne.softmax(dim=-1, dtype=torch.float32).gather(1, experts_nk)
         if router.norm_topk_prob:
             chosen = chosen / chosen.sum(dim=-1, keepdim=True)
@@ -55,9 +53,7 @@ class SoftmaxThenNormalise(RouterWeights):
 
     class_names = frozenset({"MixtralTopKRouter", "MiniMaxTopKRouter"})
 
-    def weights(
-        self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor
-    ) -> torch.Tensor:
+    def weights(self, router: Any, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
         chosen = logits_ne.float().softmax(dim=-1).gather(1, experts_nk)
         return chosen / chosen.sum(dim=-1, keepdim=True)
 
@@ -67,9 +63,7 @@ class ChooseThenSoftmax(RouterWeights):
 
     class_names = frozenset({"GptOssTopKRouter"})
 
-    def weights(
-        self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor
-    ) -> torch.Tensor:
+    def weights(self, router: Any, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
         return logits_ne.gather(1, experts_nk).softmax(dim=1)
 
 
@@ -79,9 +73,7 @@ class SigmoidThenScale(RouterWeights):
 
     class_names = frozenset({"DeepseekV3TopkRouter", "Glm4MoeTopkRouter"})
 
-    def weights(
-        self, router: torch.nn.Module, logits_ne: torch.Tensor, experts_nk: torch.Tensor
-    ) -> torch.Tensor:
+    def weights(self, router: Any, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
         chosen = logits_ne.sigmoid().gather(1, experts_nk)
         if router.norm_topk_prob:
             chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-20)
@@ -98,7 +90,7 @@ FAMILIES: tuple[RouterWeights, ...] = (
 _BY_CLASS: Mapping[str, RouterWeights] = {name: family for family in FAMILIES for name in family.class_names}
 
 
-def find_replay_routers(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Module, RouterWeights]]:
+def find_replay_routers(model: PreTrainedModel) -> dict[int, tuple[Any, RouterWeights]]:
     """Layer number, counted over the whole model, -> its router. Dense layers are absent; layers beyond
     `num_hidden_layers` (multi-token prediction) are not looked at.
 
@@ -129,10 +121,10 @@ def find_replay_routers(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Modu
     return found
 
 
-def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The `num_hidden_layers` decoder layers of a causal LM, in order."""
-    config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-    count = int(config.num_hidden_layers)  # type: ignore[union-attr]
+    config = model.config.get_text_config(decoder=True)
+    count = int(config.num_hidden_layers)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and name.endswith("layers") and len(module) >= count:
             return list(module)[:count]

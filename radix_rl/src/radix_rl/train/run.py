@@ -4,6 +4,7 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from transformers import AutoTokenizer
@@ -97,7 +98,7 @@ def build_trainer(config: RunConfig, run_store: RunStore | None, checkpoint: Pat
     return build_rank(config, None if run_store is None else run_store.store, checkpoint)
 
 
-def load_tokenizer(path: Path):
+def load_tokenizer(path: Path) -> Any:
     """Raises ConfigurationError for a folder without one."""
     try:
         return AutoTokenizer.from_pretrained(path)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from radix_rl.config import RunConfig
 from radix_rl.errors import TrainingError
@@ -42,9 +43,9 @@ class PolicyWorker:
     def __init__(
         self,
         config: RunConfig,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         *,
-        reference: torch.nn.Module | None = None,
+        reference: PreTrainedModel | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """`reference`: the frozen initial model, needed if and only if there is a KL penalty."""
