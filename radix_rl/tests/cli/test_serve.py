@@ -1,0 +1,74 @@
+"""`radix-rl serve` up to where the engine would start; the whole of it is in tests/end_to_end."""
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from radix_rl.cli.serve import serve
+from radix_rl.errors import ConfigurationError
+from radix_rl.server.runner import bind
+
+
+@pytest.fixture
+def run():
+    """The error that a command line ends with."""
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(serve)
+
+    def invoke(*arguments):
+        result = CliRunner().invoke(app, list(arguments))
+        return result.exception
+
+    return invoke
+
+
+@pytest.fixture
+def model_path(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--output-store-backend-extra-config", "{"], "is not JSON"),
+        (["--output-store-backend-extra-config", "[]"], "expected a JSON object"),
+        (["--output-store-backend-extra-config", '{"key_prefix": "x"}'], "needs --output-store-backend"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--max-running-requests", "0"], "--max-running-requests"),
+        (["--kv-cache-tokens", "1"], "--kv-cache-tokens"),
+        (["--chat-template", "/nonexistent/template"], "--chat-template: cannot read"),
+        (["--gguf-file", "absent.gguf"], "has no absent.gguf"),
+    ],
+)
+def test_a_wrong_setting_names_its_flag(run, model_path, options, message):
+    error = run(model_path, "--device", "cpu", *options)
+
+    assert isinstance(error, ConfigurationError)
+    assert message in str(error)
+
+
+def test_a_path_that_is_no_model_says_why(run, tmp_path):
+    assert "which is no folder" in str(run(str(tmp_path / "absent")))
+    assert "which has no config.json" in str(run(str(tmp_path)))
+
+
+def test_a_port_that_is_taken_is_a_clear_error_before_the_model_is_loaded(run, model_path):
+    taken = bind("127.0.0.1", 0)
+    taken.listen()
+    try:
+        error = run(model_path, "--device", "cpu", "--port", str(taken.getsockname()[1]))
+    finally:
+        taken.close()
+
+    assert isinstance(error, ConfigurationError)
+    assert "choose another --port" in str(error)
+
+
+def test_keys_never_reach_what_server_info_tells():
+    from radix_rl.cli.serve import _settings
+    from radix_rl.engines.embedded.config import EmbeddedEngineConfig
+
+    settings = _settings(EmbeddedEngineConfig(model_path="/m"), "m", "secret-1", "secret-2")
+
+    assert "secret" not in str(settings.launch_arguments)
