@@ -9,10 +9,12 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +42,7 @@ def main(overrides: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     console = Console(stderr=True)
     console.print("Loading PyTorch and transformers ...")
+    from transformers.utils.logging import disable_progress_bar
     from warm_start import STEPS, warm_start
 
     from radix_rl.cli.train import run_training
@@ -52,12 +55,10 @@ def main(overrides: Sequence[str]) -> int:
     model_path = folder / "warm-start"
     config = load_config(CONFIG, [f"output_dir={folder}", *overrides, f"model.path={model_path}"])
 
-    def show(step: int, loss: float) -> None:
-        if step % 20 == 0:
-            console.print(f"warm start: step {step}/{STEPS}  loss {loss:.3f}", highlight=False)
-
+    disable_progress_bar()
     environment = config.environment.model_dump(exclude={"type"})
-    parameters = warm_start(model_path, environment, config.seed, show)
+    with warm_start_progress(console, STEPS) as show:
+        parameters = warm_start(model_path, environment, config.seed, show)
     console.print(
         f"warm start: {parameters / 1e6:.2f} million parameters, {time.perf_counter() - started:.0f} s"
     )
@@ -66,6 +67,22 @@ def main(overrides: Sequence[str]) -> int:
     summary = {key: measured[key] for key in SUMMARY_KEYS} | {"report": str(folder / "report.html")}
     write_summary(folder, summary)
     return show_results(summary)
+
+
+@contextmanager
+def warm_start_progress(console: Console, total_steps: int) -> Iterator[Callable[[int, float], None]]:
+    """Takes (steps done, loss): a bar on a terminal, a line now and then elsewhere."""
+    columns = (TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    loss_column = TextColumn("loss {task.fields[loss]:.3f}", style="cyan")
+    with Progress(*columns, loss_column, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("warm start", total=total_steps, loss=float("nan"))
+
+        def show(step: int, loss: float) -> None:
+            bar.update(task, completed=step, loss=loss)
+            if not console.is_terminal and step % 20 == 0:
+                console.print(f"warm start: step {step}/{total_steps}  loss {loss:.3f}", highlight=False)
+
+        yield show
 
 
 def show_results(summary: Mapping[str, float | str]) -> int:

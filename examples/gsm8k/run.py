@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from model import convert_gguf, find_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 from upcycle import upcycle
 
 from radix_rl.cli.train import run_training
@@ -34,6 +35,7 @@ HUB_DATASET = "openai/gsm8k"
 def main(arguments: Sequence[str]) -> int:
     options = parse_arguments(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    disable_progress_bar()
     try:
         data = data_overrides(options.data, options.hub)
         forms = FORMS if options.form == "both" else (options.form,)
