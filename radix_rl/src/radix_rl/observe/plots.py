@@ -132,8 +132,8 @@ def draw(plot: Plot, records: Sequence[Mapping[str, Any]]) -> str | None:
         axes.set_xlabel("step")
         axes.set_ylabel(plot.unit)
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-        if len(series) > 1:
-            # Above the plot, where it never hides what is drawn.
+        if len(plot.series) > 1:
+            # Also for the only one of several that was measured. Above the plot, where it hides nothing.
             axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(len(series), 3), fontsize=8)
         return _svg(figure, plot.title)
 
