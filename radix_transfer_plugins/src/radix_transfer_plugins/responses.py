@@ -1,0 +1,30 @@
+"""Finds references in the responses of inference engines, so that readers need not know which one
+answered."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from radix_transfer_plugins.ref import StoreRef
+
+REF_KEY = "output_store_ref"
+
+
+def find_refs(response: Any) -> list[StoreRef]:
+    """References of a response, of one chunk of a stream, or of a list of them, in the order of their items.
+
+    Looked for in `meta_info` (SGLang's `/generate`), in each of `choices` and its `meta_info` (OpenAI's
+    routes of SGLang and vLLM), and at the top. Responses are what JSON decodes to. Raises RefError for a
+    reference that is malformed.
+    """
+    return [StoreRef.from_builtins(ref) for ref in _plain_refs(response)]
+
+
+def _plain_refs(item: Any) -> Iterator[Any]:
+    if isinstance(item, list):
+        for each in item:
+            yield from _plain_refs(each)
+    elif isinstance(item, dict):
+        if item.get(REF_KEY) is not None:
+            yield item[REF_KEY]
+        yield from _plain_refs(item.get("meta_info"))
+        yield from _plain_refs(item.get("choices"))
