@@ -15,7 +15,7 @@ from radix_rl.launch.store import RunStore
 from radix_rl.rollout.environments.base import Environment
 from radix_rl.rollout.generation import RolloutGenerator
 from radix_rl.rollout.metrics import rollout_metrics
-from radix_rl.rollout.refs import delete_refs
+from radix_rl.rollout.refs import delete_refs, in_thread_to_end
 from radix_rl.rollout.sample import Sample
 from radix_rl.train.checkpoint import RunState
 from radix_rl.train.step_plan import SampleTask, plan_step
@@ -97,7 +97,7 @@ async def run_step(parts: RunParts, state: RunState) -> tuple[RunState, dict[str
             )
     finally:
         if parts.run_store is not None:
-            await asyncio.to_thread(delete_refs, samples, parts.run_store.store)
+            await in_thread_to_end(delete_refs, samples, parts.run_store.store)
     with _timed(metrics, "sync"):
         metrics |= await parts.synchronizer.sync(step + 1, parts.trainer.named_weights())
     if parts.run_store is not None:
@@ -133,7 +133,7 @@ async def collect_samples(parts: RunParts, state: RunState, samples: list[Sample
             if parts.run_store is not None:
                 # Owned by the step from here on: its `finally` deletes them even if this deletion fails.
                 samples += dropped
-                await asyncio.to_thread(delete_refs, dropped, parts.run_store.store)
+                await in_thread_to_end(delete_refs, dropped, parts.run_store.store)
                 del samples[len(samples) - len(dropped) :]
         samples += keep
         num_groups = len({sample.group_id for sample in samples})
