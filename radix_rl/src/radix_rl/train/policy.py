@@ -27,7 +27,8 @@ def load_policy(path: Path, model: ModelConfig, train: TrainConfig) -> PreTraine
         raise ConfigurationError(
             f"model.path: {str(path)!r} cannot be loaded as a causal LM: {error}"
         ) from error
-    policy.set_experts_implementation(model.experts)
+    if policy._can_set_experts_implementation():
+        policy.set_experts_implementation(model.experts)
     policy = policy.to(train.device)  # pyright: ignore[reportArgumentType]
     # Dropout and router jitter would make trainer and engine differ.
     policy.eval()
