@@ -63,8 +63,8 @@ class _Float32Linear:
         self._weight = torch.empty(0)
         self._bias = None
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(inputs.float(), self._weight, self._bias).to(inputs.dtype)
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(input.float(), self._weight, self._bias).to(input.dtype)
 
 
 class _Float32Experts:
