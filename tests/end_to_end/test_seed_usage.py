@@ -95,7 +95,7 @@ class ServerProcess:
             )
 
     def wait_until_ready(self) -> str:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline and self.process.poll() is None:
             found = re.search(r"ready after .*: (http://\S+)", self.log.read_text())
             if found:
@@ -105,7 +105,7 @@ class ServerProcess:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -201,7 +201,7 @@ def test_a_store_that_is_down_is_one_clear_line_before_the_model_is_loaded(tmp_p
     options = ["--output-store-backend", "mooncake", "--output-store-backend-extra-config", config]
     server = ServerProcess([str(model_path), "--port", "0", *options], tmp_path / "server.log")
     try:
-        assert server.process.wait(120) == 1
+        assert server.process.wait(240) == 1
     finally:
         server.kill()
     log = server.log.read_text()

@@ -153,17 +153,19 @@ async def _serve(
     chat_template: str | None,
     drain_s: float,
 ) -> None:
-    from radix_rl.engines.embedded.engine import EmbeddedEngine
-    from radix_rl.server.app import create_app
     from radix_rl.server.runner import HttpServer, bind
 
     start_s = time.monotonic()
     sock = bind(host, port)
+    if config.output_store is not None:
+        typer.echo(f"output store: {config.output_store.backend}", err=True)
+    typer.echo(f"loading {config.model_path} ({config.dtype}, {config.device})", err=True)
+    # Importing torch takes seconds; what was told before shows that something happens.
+    from radix_rl.engines.embedded.engine import EmbeddedEngine
+    from radix_rl.server.app import create_app
+
     engine = EmbeddedEngine(config)
     try:
-        if config.output_store is not None:
-            typer.echo(f"output store: {config.output_store.backend}", err=True)
-        typer.echo(f"loading {config.model_path} ({config.dtype}, {config.device})", err=True)
         info = await engine.start()
         if engine.tokenizer is None:
             raise ConfigurationError(
