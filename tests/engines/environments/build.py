@@ -4,7 +4,7 @@ An environment is described by a folder beside this file:
     environment.toml   target folder (below the repository), index-wide constraints
     requirements.txt   installed with their dependencies
     no-deps.txt        installed alone, since their dependencies need a GPU
-    site/              files copied into site-packages
+    site/              files copied into site-packages, if there are any
     package/           a package of ours, installed
 The project's own packages are installed editable, so tests see the working tree. What an environment was
 built from is kept in it as a hash; it is rebuilt from nothing when that changes, and a build that failed
@@ -53,9 +53,10 @@ def _install(source: Path, target: Path, settings: dict) -> None:
     _pip(target, *settings["constraints"])
     _pip(target, "-r", str(source / "requirements.txt"))
     _pip(target, "--no-deps", "-r", str(source / "no-deps.txt"))
-    site = _site_packages(target / "bin" / "python")
-    for path in (source / "site").iterdir():
-        shutil.copy(path, site)
+    if (source / "site").is_dir():
+        site = _site_packages(target / "bin" / "python")
+        for path in (source / "site").iterdir():
+            shutil.copy(path, site)
     # Copied first: a build writes beside its sources.
     package = Path(shutil.copytree(source / "package", target / "package"))
     _pip(target, "--no-deps", "--no-build-isolation", str(package))
