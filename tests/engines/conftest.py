@@ -170,7 +170,7 @@ def save_tiny_moe(
             num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=16,
+            head_dim=32,
             num_experts=8,
             num_experts_per_tok=2,
             max_position_embeddings=4096,
@@ -380,7 +380,7 @@ def store_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture
 def faults(store_config: dict[str, Any]) -> Iterator[Callable[..., None]]:
-    """`faults(delay_s=..., error=...)` for puts from now on; none after the test."""
+    """`faults(delay_s=..., error=..., put=...)` for puts from now on; none after the test."""
     path = Path(store_config["faults"])
 
     def inject(**settings: Any) -> None:
@@ -390,3 +390,10 @@ def faults(store_config: dict[str, Any]) -> Iterator[Callable[..., None]]:
 
     yield inject
     path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def puts_begun(store_config: dict[str, Any]) -> Callable[[], int]:
+    """Number of puts to the store of `store_config` that began, since ever."""
+    path = Path(store_config["faults"]).with_suffix(".puts")
+    return lambda: len(path.read_text().splitlines()) if path.exists() else 0

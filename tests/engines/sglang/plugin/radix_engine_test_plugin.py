@@ -6,6 +6,7 @@ own way from there on.
 """
 
 import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from radix_transfer_plugins import errors
 from radix_transfer_plugins.backends.shared_memory import SharedMemoryBackend
 from radix_transfer_plugins.codecs.base import Buffer
 
+_counting = threading.Lock()
+
 INDEXER_LAYERS, INDEX_TOPK = 2, 8
 
 
@@ -23,8 +26,9 @@ class FaultyBackend(SharedMemoryBackend):
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
-        """`faults`: path of a JSON file with any of delay_s, and error: the name of one of the store's
-        errors."""
+        """`faults`: path of a JSON file with any of delay_s; error: the name of one of the store's errors;
+        put: the number of the one put that fails with it. A file beside it has a line for each put that
+        began."""
         config = dict(config)
         faults = Path(str(config.pop("faults")))
         backend = super().from_config(config)
@@ -33,10 +37,19 @@ class FaultyBackend(SharedMemoryBackend):
 
     def put_batch(self, items: Sequence[tuple[str, Buffer]]) -> None:
         faults = json.loads(self.faults.read_text()) if self.faults.exists() else {}
+        number = self._count_put()
         time.sleep(faults.get("delay_s", 0))
-        if "error" in faults:
+        if "error" in faults and faults.get("put", number) == number:
             raise getattr(errors, faults["error"])("injected by a test")
         super().put_batch(items)
+
+    def _count_put(self) -> int:
+        puts = self.faults.with_suffix(".puts")
+        with _counting, puts.open("a+") as lines:
+            lines.write("put\n")
+            lines.flush()
+            lines.seek(0)
+            return len(lines.readlines())
 
 
 def indexer_rows(num_rows: int):

@@ -1,0 +1,115 @@
+"""One engine client's connection to the store, made with it.
+
+Seams, both only followed by what is here: `AsyncLLM.__init__` and `LLMEngine.__init__`, which every front end
+runs: each API server process, the caller of `AsyncLLM`, the caller of `LLM`.
+"""
+# pyright: reportMissingImports=false
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from radix_engine_plugins.codecs import store_codecs
+from radix_engine_plugins.settings import StoreSettings
+from radix_engine_plugins.vllm import seams
+from radix_engine_plugins.vllm.outputs import TakenOutputs
+from radix_engine_plugins.vllm.plugin import NAME
+from radix_engine_plugins.vllm.routing_layers import METHOD
+from radix_engine_plugins.vllm.settings import refuse_unsupported, settings_of
+from radix_engine_plugins.writer import OutputStoreWriter
+from radix_transfer_plugins import OutputStore, StoreRef, create_backend
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "radix_output_store_session"
+
+
+class StoreSession:
+    def __init__(self, settings: StoreSettings, vllm_config: Any) -> None:
+        """Raises the store's errors when it cannot be reached."""
+        model = vllm_config.model_config
+        self.settings = settings
+        backend = create_backend(settings.backend, settings.config)
+        self.writer = OutputStoreWriter(OutputStore(backend, codecs=store_codecs(model.hf_text_config)))
+        self.captures_routed_experts = bool(vllm_config.aux_output_config.enable_return_routed_experts)
+        self.captures_sampling_mask = bool(model.return_sampling_mask)
+        self.routing_layers: Sequence[int] | None = None
+        """None while unknown, and always if rows are not captured."""
+
+    async def put(self, taken: TakenOutputs) -> StoreRef:
+        """Raises ValueError and the store's errors. The caller owns the object."""
+        stash, start_rows = await asyncio.to_thread(
+            taken.to_stash, routing_layers=self.routing_layers, sampling_mask=self.captures_sampling_mask
+        )
+        return await self.writer.write(stash, start_rows)
+
+    async def learn_routing_layers(self, collective_rpc: Callable[[str], Awaitable[list[Any]]]) -> None:
+        """Before the first `put`; `collective_rpc` asks the engine's workers."""
+        if self.captures_routed_experts and self.routing_layers is None:
+            self.routing_layers = _same_of_all(await collective_rpc(METHOD))
+
+
+def _same_of_all(answers: list[list[int]]) -> list[int]:
+    """Of the workers; pipeline parallelism, in which they would differ, vLLM refuses with routed experts."""
+    first, *others = answers
+    if any(other != first for other in others):
+        raise ValueError(f"routed_experts: workers name different routing layers: {answers!r}")
+    return first
+
+
+def session_of(engine: Any) -> StoreSession | None:
+    """None: this engine was started without a store, even if another one in the process has one."""
+    return getattr(engine, _ATTRIBUTE, None)
+
+
+def make_async_llm(
+    original: Callable[..., None], engine: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    settings = _checked(vllm_config)
+    if settings is not None:
+        _require_endpoints(kwargs.get("usage_context"))
+    original(engine, vllm_config, *args, **kwargs)
+    if settings is not None:
+        setattr(engine, _ATTRIBUTE, StoreSession(settings, vllm_config))
+
+
+def make_llm_engine(
+    original: Callable[..., None], engine: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    settings = _checked(vllm_config)
+    original(engine, vllm_config, *args, **kwargs)
+    if settings is not None:
+        session = StoreSession(settings, vllm_config)
+        if session.captures_routed_experts:
+            session.routing_layers = _same_of_all(engine.collective_rpc(METHOD))
+        setattr(engine, _ATTRIBUTE, session)
+
+
+def _checked(vllm_config: Any) -> StoreSettings | None:
+    """Before the model is loaded."""
+    settings = settings_of(vllm_config)
+    if settings is not None:
+        refuse_unsupported(vllm_config)
+    return settings
+
+
+def _require_endpoints(usage_context: Any) -> None:
+    """vLLM loads endpoint plugins only by name; without them references would have no place in an answer."""
+    from vllm import envs
+    from vllm.usage.usage_lib import UsageContext
+
+    if usage_context == UsageContext.OPENAI_API_SERVER and NAME not in (envs.VLLM_PLUGINS or ()):
+        raise ValueError(
+            f"an API server with an output store needs this plugin's routes: set VLLM_PLUGINS={NAME} in its "
+            f"environment (a comma-separated list: name your other plugins too), got VLLM_PLUGINS="
+            f"{','.join(envs.VLLM_PLUGINS or ())!r}"
+        )
+
+
+def install() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    seams.around(AsyncLLM, "__init__", make_async_llm)
+    seams.around(LLMEngine, "__init__", make_llm_engine)
