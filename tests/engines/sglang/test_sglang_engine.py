@@ -63,7 +63,7 @@ def answers(
         [sglang_python, program, dense_first, json.dumps(store_config)],
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1500,
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
