@@ -6,7 +6,7 @@ RadixError
 ├── RequestError (ValueError)           a request no retry can save (HTTP 400)
 ├── EngineError (RuntimeError)          an engine that failed (HTTP 500)
 │   ├── EngineDeadError (ConnectionError)     it does not answer, or its worker died
-│   ├── EngineStateError                a call that its state forbids: paused, asleep, without weights (HTTP 409)
+│   ├── EngineStateError                a call that its state forbids: paused, asleep, no weights (HTTP 409)
 │   └── WeightUpdateError               an update that was refused; says which weights are in force
 ├── ReplayError (ValueError)            replay outputs that do not fit the tokens; names sample and field
 └── TrainingError (RuntimeError)        a worker that failed; carries its traceback

@@ -6,11 +6,14 @@ Token ids in, token ids out: nothing here is ever re-tokenized.
 from typing import Any, Literal
 
 import msgspec
+
 from radix_transfer_plugins import TokenOutputStash
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Names and defaults of SGLang's `/generate` sampling parameters. `n` is expanded before an engine sees a request."""
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Names and defaults of SGLang's `/generate`; its `n` is expanded before an engine sees a request."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
@@ -69,8 +72,8 @@ class VersionSpan(msgspec.Struct, frozen=True):
 class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One finished sequence of P prompt and C output tokens. C may be 0.
 
-    Of replay outputs exactly one of `outputs` (inline) and `output_store_ref` is set if any was asked for and there is
-    something to deliver. The receiver owns the stored object and deletes it after its last read.
+    Exactly one of `outputs` (inline) and `output_store_ref` is set if replay outputs were asked for and there
+    is something to deliver. The receiver owns the stored object and deletes it after its last read.
     """
 
     request_id: str
@@ -90,7 +93,7 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class PartialOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A sequence that is still growing, as `Engine.stream` shows it: everything sampled so far, no replay outputs."""
+    """A sequence that is still growing, as `Engine.stream` shows it: everything sampled so far."""
 
     request_id: str
     prompt_tokens: int

@@ -1,8 +1,8 @@
-"""The engine contract. Every engine (embedded, SGLang, vLLM, remote, Ray actor) is used through it and passes one suite.
+"""The engine contract: every engine is used through it and passes one suite.
 
 Life of an engine: construct -> start -> (generate | pause/resume | sleep/wake | weight updates)* -> close.
-Weights: `begin_weight_update(v)`, any number of `update_weights(bucket)`, `commit_weight_update(v)`. Until the commit the old
-version is in force or the engine says that it has none; a mixture is never used.
+Weights: `begin_weight_update(v)`, any number of `update_weights(bucket)`, `commit_weight_update(v)`. Until
+the commit the old version is in force or the engine says that it has none; a mixture is never used.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from radix_rl.weights.bucket import WeightBucket
 
 PauseMode = Literal["abort", "retract", "in_place"]
-"""abort: running requests end with what they have. retract: they go back to the queue and are prefilled again.
+"""abort: running requests end with what they have.
+retract: they go back to the queue and are prefilled again.
 in_place: they keep their cache and go on where they were."""
 
 MemoryTag = Literal["weights", "kv_cache"]
@@ -68,15 +69,15 @@ class Engine(ABC):
         """Cancelling this coroutine aborts the request and leaves no stored object."""
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[PartialOutput | GenerateOutput]:
-        """Any number of PartialOutput, each with all tokens so far, then the GenerateOutput that `generate` returns.
+        """Any number of PartialOutput, each with all tokens so far, then what `generate` returns.
 
-        An engine that cannot show partial answers yields the last one only. Closing the iterator aborts the request.
+        An engine that cannot show partial answers yields the last one only. Closing the iterator aborts.
         """
         yield await self.generate(request)
 
     @abstractmethod
     async def abort(self, request_id: str | None = None) -> None:
-        """End one request, or all, with what they have. An unknown id is ignored: it may just have finished."""
+        """End one request, or all, with what they have. An unknown id may just have finished: ignored."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode = "in_place") -> None:
@@ -88,7 +89,8 @@ class Engine(ABC):
 
     @abstractmethod
     async def sleep(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """Give memory back. Idempotent. Generating without weights is an EngineStateError until the next commit or wake."""
+        """Give memory back. Idempotent. After weights were dropped, generating is an EngineStateError until
+        the next commit."""
 
     @abstractmethod
     async def wake(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None: ...
@@ -108,7 +110,10 @@ class Engine(ABC):
 
     @abstractmethod
     async def abort_weight_update(self) -> None:
-        """Drop a begun update. The old weights stay in force, or the engine says that it has none. Safe in a `finally`."""
+        """Drop a begun update; safe in a `finally`.
+
+        The old weights stay in force, or the engine says that it has none.
+        """
 
     async def set_weight_version(self, version: str) -> None:
         """Give the weights in force another version name. EngineStateError from an engine that cannot."""
