@@ -10,4 +10,5 @@ BENCHMARKS = {
     "ray_object_store": "benchmarks.store.ray_object_store",
     "embedded_speed": "benchmarks.engines.embedded_speed",
     "sglang_store": "benchmarks.engines.sglang_store",
+    "vllm_store": "benchmarks.engines.vllm_store",
 }

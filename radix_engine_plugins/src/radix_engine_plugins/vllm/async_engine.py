@@ -28,6 +28,7 @@ def generate(
     outputs = original(engine, prompt, sampling_params, request_id, **kwargs)
     if not opted_in(sampling_params):
         return outputs
+    _refuse_streamed_input(prompt)
     # Taken here: a stream's generator is read in another context than it is made in.
     return _stored(outputs, engine, request_id, http_receiver(), current_answer())
 
@@ -91,6 +92,14 @@ def _refuse_routes_without_a_place(receiver: Owned | None, answer: Answer | None
             f"/v1/chat/completions or /inference/v1/generate",
             parameter=FIELD,
         )
+
+
+def _refuse_streamed_input(prompt: Any) -> None:
+    """Such a request ends several times."""
+    from vllm.exceptions import VLLMValidationError
+
+    if hasattr(prompt, "__aiter__"):
+        raise VLLMValidationError(f"{FIELD} does not work with input that is streamed in", parameter=FIELD)
 
 
 def install() -> None:

@@ -5,6 +5,7 @@ A task sleeps a millisecond at a time; each time it wakes more than a millisecon
 so that the measuring process can tell which lines fall into its window."""
 
 import asyncio
+import functools
 import os
 import time
 
@@ -21,7 +22,7 @@ async def _watch(path: str) -> None:
                 log.write(f"{now:.6f} {now - due:.6f}\n")
 
 
-def install() -> None:
+def watch_sglang() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def start(_: None, manager) -> None:
@@ -33,3 +34,19 @@ def install() -> None:
         start,
         HookType.AFTER,
     )
+
+
+def watch_vllm() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    start_output_handler = AsyncLLM._run_output_handler
+    if hasattr(start_output_handler, "__wrapped__"):
+        return
+
+    @functools.wraps(start_output_handler)
+    def start(engine) -> None:
+        start_output_handler(engine)
+        if not hasattr(engine, "loop_probe"):
+            engine.loop_probe = asyncio.create_task(_watch(os.environ["RADIX_LOOP_PROBE"]))
+
+    AsyncLLM._run_output_handler = start
