@@ -99,5 +99,5 @@ def test_one_reader_gets_the_same_rows_from_every_engine(
         expected = experts_of_full_forward(PROMPT + outputs)[:-1]
         np.testing.assert_array_equal(stash.routed_experts, expected, err_msg=engine)
     store.delete_many(list(refs.values()))
-    assert not store.list_objects()
+    assert not list(store.list_objects())
     store.close()
