@@ -6,6 +6,7 @@ Writes runs/demo/: the model, metrics, summary.json and report.html. Exits with 
 """
 
 import logging
+import os
 import shutil
 import sys
 import time
@@ -41,6 +42,8 @@ def main(overrides: Sequence[str]) -> int:
     started = time.perf_counter()
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     console = Console(stderr=True)
+    # A model this small gains little from a second thread, and loses much when another process wants the core.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     console.print("Loading PyTorch and transformers ...")
     from transformers.utils.logging import disable_progress_bar
     from warm_start import STEPS, warm_start
