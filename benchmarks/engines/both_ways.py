@@ -1,8 +1,8 @@
 """An engine's inline path against the output store: the same requests to one server, in alternating blocks.
 
 A model of 24 MoE layers, top-8 of 64 experts, prompts of 2048 tokens and 16 requests at a time. Prompts
-repeat, so that the prefix cache leaves little arithmetic and the way of the outputs shows: 2055 rows, 1.6
-MB of int32 a request."""
+repeat, so that the prefix cache leaves little arithmetic and the way of the outputs shows: over 2048 rows,
+1.6 MB of int32 a request."""
 
 import json
 import os
@@ -30,8 +30,7 @@ from radix_transfer_plugins.responses import find_refs
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, EXPERTS, TOP_K = 24, 64, 8
-PROMPT_TOKENS, OUTPUT_TOKENS = 2048, 8
-ROWS = PROMPT_TOKENS + OUTPUT_TOKENS - 1
+PROMPT_TOKENS = 2048
 PROMPT = [token % 256 for token in range(PROMPT_TOKENS)]
 CONCURRENCY, BLOCKS, REQUESTS_A_BLOCK = 16, 3, 32
 START_TIMEOUT_S = 900
@@ -52,6 +51,13 @@ class Engine:
     body: dict[str, Any]
     """Of a request that is answered inline."""
     rows_inline: Callable[[dict[str, Any]], np.ndarray]
+    output_tokens: int
+    """That `body` asks for."""
+    front_end_alone: bool = False
+    """Count the CPU seconds of the process that talks to clients, not of its children too."""
+    in_rounds: bool = False
+    """Send the next requests when all of the last ones are answered, so that the engine batches both ways
+    alike; else each when one is answered."""
 
 
 @dataclass
@@ -89,7 +95,7 @@ def measure(engine: Engine) -> dict[str, Side]:
         def block(way: str, side: Side, num_requests: int) -> None:
             via_store, rows = ways[way]
             content = json.dumps({**engine.body, "return_outputs_via_store": via_store}).encode()
-            _run_block(f"{url}{engine.path}", content, server.pid, probe, rows, side, num_requests)
+            _run_block(engine, url, content, server.pid, probe, rows, side, num_requests)
 
         for name in ways:
             block(name, Side(), CONCURRENCY)
@@ -100,6 +106,7 @@ def measure(engine: Engine) -> dict[str, Side]:
 
 
 def _run_block(
+    engine: Engine,
     url: str,
     content: bytes,
     server_pid: int,
@@ -110,21 +117,26 @@ def _run_block(
 ) -> None:
     def ask(client: httpx.Client) -> None:
         started = time.perf_counter()
-        response = client.post(url, content=content, headers={"Content-Type": "application/json"})
+        response = client.post(
+            f"{url}{engine.path}", content=content, headers={"Content-Type": "application/json"}
+        )
         latency_s = time.perf_counter() - started
         response.raise_for_status()
         array = rows(json.loads(response.content))
-        assert array.shape == (ROWS, LAYERS, TOP_K)
+        assert array.shape == (PROMPT_TOKENS + engine.output_tokens - 1, LAYERS, TOP_K)
         side.latencies_s.append(latency_s)
         side.response_bytes.append(len(response.content))
 
-    started_s, client_cpu_s, server_cpu_s = time.monotonic(), time.process_time(), _cpu_s(server_pid)
+    alone = engine.front_end_alone
+    started_s, client_cpu_s, server_cpu_s = time.monotonic(), time.process_time(), _cpu_s(server_pid, alone)
     limits = httpx.Limits(max_connections=CONCURRENCY)
     with httpx.Client(timeout=900, limits=limits) as client, ThreadPoolExecutor(CONCURRENCY) as pool:
-        for future in [pool.submit(ask, client) for _ in range(num_requests)]:
-            future.result()
+        at_once = CONCURRENCY if engine.in_rounds else num_requests
+        for _ in range(0, num_requests, at_once):
+            for future in [pool.submit(ask, client) for _ in range(at_once)]:
+                future.result()
     side.client_cpu_s.append((time.process_time() - client_cpu_s) / num_requests)
-    side.server_cpu_s.append((_cpu_s(server_pid) - server_cpu_s) / num_requests)
+    side.server_cpu_s.append((_cpu_s(server_pid, alone) - server_cpu_s) / num_requests)
     side.longest_stall_s.append(_longest_stall_s(probe, started_s, time.monotonic()))
 
 
@@ -136,10 +148,11 @@ def _rows_stored(store: OutputStore, answer: dict[str, Any]) -> np.ndarray:
     return stash.routed_experts
 
 
-def _cpu_s(pid: int) -> float:
-    """Of a process and its children, which live as long as it does."""
+def _cpu_s(pid: int, alone: bool) -> float:
+    """Of a process and, unless `alone`, its children, which live as long as it does."""
     parent = psutil.Process(pid)
-    times = [process.cpu_times() for process in (parent, *parent.children(recursive=True))]
+    children = [] if alone else parent.children(recursive=True)
+    times = [process.cpu_times() for process in (parent, *children)]
     return sum(each.user + each.system for each in times)
 
 
