@@ -58,6 +58,8 @@ class Engine:
     in_rounds: bool = False
     """Send the next requests when all of the last ones are answered, so that the engine batches both ways
     alike; else each when one is answered."""
+    latency_has_bar: bool = True
+    """False: the engine's own time varies by more than the two ways differ."""
 
 
 @dataclass
@@ -254,12 +256,16 @@ FIGURES: dict[str, tuple[str, Callable[[Side], float]]] = {
 
 
 def compare(engine: Engine) -> list[Result]:
-    """Each figure both ways, and their ratio, which must stay below one."""
+    """Each figure both ways, and their ratio, which must stay below one unless it is shown only."""
     sides = measure(engine)
     results = []
     for name, (unit, figure) in FIGURES.items():
         inline, stored = figure(sides["inline"]), figure(sides["store"])
         results.append(shown(f"{engine.name} inline: {name}", inline, unit))
         results.append(shown(f"{engine.name} with the store: {name}", stored, unit))
-        results.append(at_most(f"{engine.name}, store to inline: {name}", stored / inline, "x", 1.0))
+        ratio = f"{engine.name}, store to inline: {name}"
+        if name.startswith("latency") and not engine.latency_has_bar:
+            results.append(shown(ratio, stored / inline, "x"))
+        else:
+            results.append(at_most(ratio, stored / inline, "x", 1.0))
     return results
