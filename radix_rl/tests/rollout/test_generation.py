@@ -189,6 +189,13 @@ async def test_samples_are_cut_to_the_limit(store, make, problems):
     delete_refs(samples, store)
 
 
+async def test_a_prompt_over_the_limit_is_refused_and_leaves_nothing(engine, store, make, problems):
+    with pytest.raises(ReplayError, match="the prompt alone has 5"):
+        await make(max_sample_tokens=4).generate(0, problems[-1:])
+    assert engine.requests
+    assert list(store.list_objects()) == []
+
+
 async def test_evaluation_stays_inline_and_asks_for_no_replay(engine, store, make):
     samples = await make().evaluate(
         Lengths().eval_problems(), SamplingConfig(max_new_tokens=3, temperature=0)

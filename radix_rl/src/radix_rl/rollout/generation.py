@@ -16,7 +16,7 @@ import msgspec
 
 from radix_rl.config.rollout import RolloutConfig, SamplingConfig
 from radix_rl.engines.base import Engine
-from radix_rl.errors import ConfigurationError, EngineError
+from radix_rl.errors import ConfigurationError, EngineError, ReplayError
 from radix_rl.rollout.environments.base import Environment, Problem
 from radix_rl.rollout.refs import delete_refs, discard_answer, in_thread_to_end
 from radix_rl.rollout.sample import Sample
@@ -139,8 +139,18 @@ class RolloutGenerator:
                     f"({output.finish_reason.message or 'no reason given'})"
                 )
         assert sample is not None
-        if self._config.max_sample_tokens is not None:
+        return await self._cut(sample)
+
+    async def _cut(self, sample: Sample) -> Sample:
+        """The sample within `max_sample_tokens`. One that cannot be cut does not leave its objects behind."""
+        if self._config.max_sample_tokens is None:
+            return sample
+        try:
             sample.truncate(self._config.max_sample_tokens)
+        except ReplayError:
+            if self._store is not None:
+                await in_thread_to_end(_delete_quietly, [sample], self._store)
+            raise
         return sample
 
     def _request(self, seed_path: str, problem: Problem, sample: Sample | None) -> GenerateRequest:
