@@ -77,6 +77,20 @@ def test_at_ratio_one_every_loss_has_the_policy_gradient():
         torch.testing.assert_close(grad, torch.tensor([[-0.5, 2.0]]))
 
 
+@pytest.mark.parametrize(
+    "config", [PpoClipLossConfig(), DapoLossConfig(), GspoLossConfig(), CispoLossConfig()]
+)
+@pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
+def test_a_floored_log_probability_of_the_engine_gives_no_nan(config, advantage):
+    new = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    ones = torch.ones(1, 2)
+    losses = policy_loss(config, new, torch.tensor([[-9999.0, -1.0]]), ones * advantage, ones)
+    losses.loss_bt.sum().backward()
+    assert new.grad is not None
+    for values in (losses.loss_bt, losses.ratio_bt, new.grad):
+        assert torch.isfinite(values).all()
+
+
 def test_kl_to_the_reference_is_k3():
     policy, reference = torch.tensor([[0.0, -1.0]]), torch.tensor([[0.0, -1.0 + math.log(2)]])
     torch.testing.assert_close(kl_to_reference(policy, reference), torch.tensor([[0.0, 1 - math.log(2)]]))

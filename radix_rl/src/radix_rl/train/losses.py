@@ -14,6 +14,10 @@ from radix_rl.config.algorithm import (
     PpoClipLossConfig,
 )
 
+MAX_LOG_RATIO = 20.0
+"""Log ratios are held within plus and minus this, so that no ratio overflows: 0 * inf would be NaN for a
+whole minibatch. An engine gives -9999 for a log-probability that is not finite."""
+
 
 @dataclass(frozen=True)
 class TokenLosses:
@@ -53,6 +57,10 @@ def _clipped_surrogate(
     return TokenLosses(loss, ratio.detach(), is_clipped.float())
 
 
+def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
 def _ppo_clip(
     config: PpoClipLossConfig | DapoLossConfig,
     logprobs: torch.Tensor,
@@ -60,7 +68,7 @@ def _ppo_clip(
     advantages: torch.Tensor,
     mask: torch.Tensor,
 ) -> TokenLosses:
-    ratio = ((logprobs - old) * mask).exp()
+    ratio = _ratio((logprobs - old) * mask)
     return _clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
 
 
@@ -75,7 +83,7 @@ def _gspo(
     gradient."""
     log_ratio = (logprobs - old) * mask
     mean = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    ratio = (mean.detach() + (logprobs - logprobs.detach()) * mask).exp()
+    ratio = _ratio(mean.detach() + (logprobs - logprobs.detach()) * mask)
     return _clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, None)
 
 
@@ -87,7 +95,7 @@ def _cispo(
     mask: torch.Tensor,
 ) -> TokenLosses:
     """CISPO (MiniMax-M1, 2025): REINFORCE with the clipped ratio as a constant weight."""
-    ratio = ((logprobs.detach() - old) * mask).exp()
+    ratio = _ratio((logprobs.detach() - old) * mask)
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     return TokenLosses(-weight * advantages * logprobs, ratio, (weight != ratio).float())
 
