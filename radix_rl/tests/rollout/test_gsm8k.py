@@ -1,7 +1,9 @@
 """GSM8K: the data file, the prompt, the score. The questions here are made up."""
 
 import json
+import sys
 from decimal import Decimal
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,14 +86,40 @@ def test_signs_and_decimals_are_read():
         ('{"question": "q"}', r"line 2.*answer"),
         ('{"question": "q", "answer": "no mark"}', r"line 2.*no number after '####'"),
         ('{"question": "q", "answer": "#### many"}', r"line 2.*no number"),
+        ('{"question": "q", "answer": "#### NaN"}', r"line 2.*no number"),
+        ('{"question": "\xff", "answer": "#### 1"}', "line 2"),
     ],
 )
 def test_a_broken_line_is_named_by_file_and_number(write, tmp_path, line, complaint):
     path = write("train.jsonl", [(1, "#### 1")])
-    path.write_text(path.read_text() + line + "\n")
+    path.write_bytes(path.read_bytes() + line.encode("latin-1") + b"\n")
     config = Gsm8kEnvironmentConfig(train_path=path, test_path=path)
     with pytest.raises(DataError, match=rf"train\.jsonl, {complaint}"):
         create_environment(config, SpelledTokenizer())
+
+
+def test_a_file_without_records_is_named(write):
+    config = Gsm8kEnvironmentConfig(train_path=write("train.jsonl", []), test_path=write("test.jsonl", []))
+    with pytest.raises(DataError, match=r"train\.jsonl' has no records"):
+        create_environment(config, SpelledTokenizer())
+
+
+def test_a_tokenizer_without_a_chat_template_is_a_clear_error(environment, monkeypatch):
+    def refuse(self, conversation, **options):
+        raise ValueError("tokenizer.chat_template is not set")
+
+    monkeypatch.setattr(SpelledTokenizer, "apply_chat_template", refuse)
+    with pytest.raises(ConfigurationError, match=r"model\.path: .*chat_template is not set"):
+        environment.train_problem(0)
+
+
+def test_a_hub_that_cannot_be_reached_is_a_clear_error(monkeypatch):
+    def load_dataset(name, configuration, split):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(DataError, match=r"'train' of 'openai/gsm8k' from the hub: no route"):
+        create_environment(Gsm8kEnvironmentConfig(hub_dataset="openai/gsm8k"), SpelledTokenizer())
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from radix_rl.config.environment import Gsm8kEnvironmentConfig
-from radix_rl.errors import DataError
+from radix_rl.errors import ConfigurationError, DataError
 from radix_rl.rollout.environments.base import Environment, EpochOrder, Problem
 
 ANSWER_MARK = "####"
@@ -64,9 +64,14 @@ class Gsm8kEnvironment(Environment):
         messages = [{"role": "user", "content": record.question}]
         if self._system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
-        prompt_ids = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
+        try:
+            prompt_ids = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        except ValueError as error:
+            raise ConfigurationError(
+                f"model.path: questions need the tokenizer's chat template, which failed: {error}"
+            ) from error
         return Problem(problem_id=problem_id, prompt_ids=tuple(prompt_ids), answer=solution_of(record))
 
 
@@ -83,11 +88,14 @@ def read_records(path: Path) -> list[Record]:
     """A JSONL file. Raises DataError naming file and line of what cannot be used."""
     try:
         with path.open("rb") as file:
-            return [
+            records = [
                 _parse_line(path, number, line) for number, line in enumerate(file, start=1) if line.strip()
             ]
     except OSError as error:
         raise DataError(f"cannot read the data file {str(path)!r}: {error.strerror}") from error
+    if not records:
+        raise DataError(f"the data file {str(path)!r} has no records; expected at least one")
+    return records
 
 
 def read_hub_records(dataset: str, split: Literal["train", "test"]) -> list[Record]:
@@ -98,7 +106,10 @@ def read_hub_records(dataset: str, split: Literal["train", "test"]) -> list[Reco
         raise DataError(
             "reading from the hub needs the datasets library: pip install 'radix-rl[hub]'"
         ) from error
-    rows: Iterable[Mapping[str, Any]] = load_dataset(dataset, "main", split=split)
+    try:
+        rows: Iterable[Mapping[str, Any]] = load_dataset(dataset, "main", split=split)
+    except OSError as error:
+        raise DataError(f"cannot load the split {split!r} of {dataset!r} from the hub: {error}") from error
     records = [Record(question=row["question"], answer=row["answer"]) for row in rows]
     for number, record in enumerate(records):
         if solution_of(record) is None:
@@ -124,15 +135,16 @@ def final_number(text: str) -> Decimal | None:
 
 def _number(text: str) -> Decimal | None:
     try:
-        return Decimal(text.replace(",", "").replace("$", ""))
+        number = Decimal(text.replace(",", "").replace("$", ""))
     except InvalidOperation:
         return None
+    return number if number.is_finite() else None
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> Record:
     try:
         record = msgspec.json.decode(line, type=Record)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(
             f'{path}, line {number}: expected an object with "question" and "answer": {error}'
         ) from error
