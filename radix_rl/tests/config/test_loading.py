@@ -117,6 +117,12 @@ def test_an_override_of_the_same_variant_keeps_its_settings(minimal):
             "observe.trackers=[{project='x'}]",
             "observe.trackers.0.type: required, but not set; known: tensorboard, wandb",
         ),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer: betas: expected two numbers in [0, 1), got [0.9, 1.0]"),
+        ("rollout.sampling.top_k=0", "rollout.sampling: top_k: expected -1"),
+        (
+            "algorithm.correction={type='masked', low=3}",
+            "algorithm.correction: expected low <= high, got low 3.0 and high 2.0",
+        ),
         ("rollout.sampling.temperature=0", "rollout.sampling.temperature is 0 (greedy)"),
         ("train.minibatches=300", "train.minibatches is 300 but a step has only 256 samples"),
         ("train", "expected an override key.path=value, got 'train'"),

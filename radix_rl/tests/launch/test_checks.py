@@ -57,6 +57,8 @@ def test_one_machine_with_the_defaults_can_be_launched(configure):
             },
             r"master_server_address: '127\.0\.0\.1' cannot be reached",
         ),
+        ({"train": {"device": "tpuu"}}, r"train\.device: expected a torch device such as \"cpu\".*'tpuu'"),
+        ({"engine": {"device": "cuda:99"}}, r"engine\.device: 'cuda:99' is not on this machine"),
         ({"weights": {"transport": "http"}}, r"weights\.transport: \"http\" needs engine\.type \"remote\""),
     ],
 )

@@ -80,6 +80,12 @@ class MaskedCorrectionConfig(Section):
     low: float = Field(default=0.5, ge=0)
     high: float = Field(default=2.0, gt=0)
 
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"expected low <= high, got low {self.low} and high {self.high}")
+        return self
+
 
 CorrectionConfig = Annotated[
     Annotated[NoCorrectionConfig, Tag("none")]

@@ -1,8 +1,8 @@
 """`[optimizer]`: AdamW and its learning-rate schedule."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from radix_rl.config.base import Section
 
@@ -22,3 +22,9 @@ class OptimizerConfig(Section):
     """After the warm-up, until the last step."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of `lr` at the end of a linear or cosine schedule."""
+
+    @model_validator(mode="after")
+    def _betas_forget(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas: expected two numbers in [0, 1), got {list(self.betas)!r}")
+        return self

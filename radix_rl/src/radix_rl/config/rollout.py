@@ -1,6 +1,8 @@
 """`[rollout]`: how many samples a step generates, and how."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from radix_rl.config.base import Section
 
@@ -13,13 +15,19 @@ class SamplingConfig(Section):
     """0 is greedy, for evaluation only."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1)
-    """-1: the whole vocabulary."""
+    """-1: the whole vocabulary; else at least 1."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     max_new_tokens: int = Field(default=128, ge=1)
     stop: tuple[str, ...] = ()
     """Strings that end a response."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, besides the model's own end-of-sequence ids."""
+
+    @model_validator(mode="after")
+    def _top_k_keeps_a_token(self) -> Self:
+        if self.top_k == 0:
+            raise ValueError("top_k: expected -1 (the whole vocabulary) or at least 1, got 0")
+        return self
 
 
 class DynamicSamplingConfig(Section):

@@ -18,7 +18,8 @@ class TrainConfig(Section):
     """Tokens, padding included, of one forward and backward pass of a rank; a longer sample has a pass of
     its own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the trainer's weights and activations."""
+    """Of the trainer's weights and activations. In bfloat16, updates below a weight's rounding (1 part in
+    256) are lost."""
     device: str = "cpu"
     """torch device, such as "cpu" or "cuda"."""
     num_ranks: int = Field(default=1, ge=1)

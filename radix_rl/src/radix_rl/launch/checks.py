@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
 from radix_rl.config import RunConfig
 from radix_rl.engines.base import Engine
 from radix_rl.errors import ConfigurationError
@@ -16,7 +18,12 @@ _LOCAL_NAMES = ("localhost", "")
 
 def check_launch(config: RunConfig) -> None:
     """What the configuration alone tells. Raises ConfigurationError listing every fault."""
-    faults = [*_model_faults(config), *_store_faults(config), *_weight_faults(config)]
+    faults = [
+        *_model_faults(config),
+        *_device_faults(config),
+        *_store_faults(config),
+        *_weight_faults(config),
+    ]
     if faults:
         raise ConfigurationError("this run cannot be launched:\n  " + "\n  ".join(faults))
 
@@ -44,6 +51,21 @@ def _model_faults(config: RunConfig) -> Iterator[str]:
         yield f"model.path: {str(path)!r} is not a folder; give one that holds a Hugging Face model"
     elif not (path / "config.json").is_file():
         yield f"model.path: {str(path)!r} has no config.json; give a folder that holds a Hugging Face model"
+
+
+def _device_faults(config: RunConfig) -> Iterator[str]:
+    devices = {"train.device": config.train.device}
+    if config.engine.type == "embedded":
+        devices["engine.device"] = config.engine.device
+    for name, text in devices.items():
+        try:
+            device = torch.device(text)
+        except RuntimeError:
+            yield f'{name}: expected a torch device such as "cpu" or "cuda:0", got {text!r}'
+            continue
+        count = torch.cuda.device_count()
+        if device.type == "cuda" and (device.index or 0) >= count:
+            yield f'{name}: {text!r} is not on this machine, torch sees {count} CUDA device(s); use "cpu"'
 
 
 def _store_faults(config: RunConfig) -> Iterator[str]:
