@@ -36,3 +36,10 @@ def test_a_moe_gets_the_configured_experts_implementation(tmp_path):
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"model\.path"):
         load_policy(tmp_path, ModelConfig(path=tmp_path), TrainConfig(steps=1))
+
+
+def test_a_broken_weight_file_is_a_clear_error(tmp_path):
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ConfigurationError, match=r"model\.path: .* cannot be loaded as a causal LM"):
+        load_policy(tmp_path, ModelConfig(path=tmp_path), TrainConfig(steps=1))

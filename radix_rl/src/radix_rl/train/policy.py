@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from radix_rl.config.model import ModelConfig
@@ -23,7 +24,7 @@ def load_policy(path: Path, model: ModelConfig, train: TrainConfig) -> PreTraine
         policy = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, train.dtype), attn_implementation=model.attention
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigurationError(
             f"model.path: {str(path)!r} cannot be loaded as a causal LM: {error}"
         ) from error
