@@ -24,7 +24,7 @@ from radix_rl.train.worker import PolicyWorker
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-\d+")
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -69,8 +69,15 @@ def save_checkpoint(
                 shutil.copy2(path, unfinished / "model" / path.name)
     torch.save({"optimizer": optimizer, "random": _random_state()}, unfinished / "trainer.pt")
     (unfinished / "state.json").write_bytes(msgspec.json.encode(state))
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(unfinished, target)
+    if target.exists():
+        # A crash in between leaves both whole, under other names.
+        replaced = directory / f".replaced-{target.name}"
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(target, replaced)
+        os.replace(unfinished, target)
+        shutil.rmtree(replaced)
+    else:
+        os.replace(unfinished, target)
     for old in _checkpoints(directory)[:-keep]:
         shutil.rmtree(old)
     return target
@@ -78,7 +85,7 @@ def save_checkpoint(
 
 def find_checkpoint(resume: str | Path, directory: Path) -> Path | None:
     """The checkpoint that the setting `checkpoint.resume` means. Raises ConfigurationError for a path
-    without one."""
+    without one, and for one that later checkpoints of `directory` would overrule."""
     if resume == "never":
         return None
     if resume == "latest":
@@ -87,6 +94,14 @@ def find_checkpoint(resume: str | Path, directory: Path) -> Path | None:
     if not (path / "state.json").is_file():
         raise ConfigurationError(
             f"checkpoint.resume: expected a checkpoint directory with state.json, got {str(path)!r}"
+        )
+    step = read_state(path).step
+    later = [other for other in _checkpoints(directory) if _step_of(other) > step]
+    if later:
+        # They would count as the newest: the ones written from here on would be dropped for them.
+        raise ConfigurationError(
+            f"checkpoint.resume: {str(path)!r} is at step {step}, but {str(directory)!r} holds later "
+            f"ones ({', '.join(other.name for other in later)}); remove them or name another output_dir"
         )
     return path
 
@@ -121,5 +136,8 @@ def _checkpoints(directory: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     if not directory.is_dir():
         return []
-    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=_step_of)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
