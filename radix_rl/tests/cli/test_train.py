@@ -1,0 +1,59 @@
+"""The output directory of `radix-rl train`: what is refused, and what does not stand in the way."""
+
+import pytest
+
+from radix_rl.cli import train as cli
+from radix_rl.config import parse_config
+from radix_rl.errors import ConfigurationError, DataError
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    return parse_config(
+        {
+            "output_dir": str(tmp_path / "run"),
+            "model": {"path": str(tmp_path / "model")},
+            "environment": {"type": "arithmetic"},
+            "train": {"steps": 1},
+        },
+        source="test",
+    )
+
+
+@pytest.fixture
+def fails_to_start(monkeypatch):
+    def fail(config, log):
+        raise DataError("train.jsonl, line 3: broken")
+
+    monkeypatch.setattr(cli, "train", fail)
+
+
+def test_a_run_that_failed_to_start_can_be_started_again(config, fails_to_start):
+    for _ in range(2):
+        with pytest.raises(DataError, match="line 3"):
+            cli.run_training(config)
+
+
+def test_a_launch_that_is_refused_leaves_no_output_directory(config):
+    refused = config.model_copy(update={"model": config.model.model_copy(update={"path": "/absent"})})
+    refused = parse_config(refused.model_dump(mode="json"), source="test")
+    with pytest.raises(ConfigurationError, match=r"model\.path"):
+        cli.run_training(refused)
+    assert not config.output_dir.exists()
+
+
+@pytest.mark.parametrize("what", ["metrics.jsonl", "checkpoints/step-3/state.json"])
+def test_a_directory_that_holds_a_run_is_refused(config, fails_to_start, what):
+    path = config.output_dir / what
+    path.parent.mkdir(parents=True)
+    path.write_text('{"step": 1}\n')
+    with pytest.raises(ConfigurationError, match=r"output_dir: .* holds a run already"):
+        cli.run_training(config)
+
+
+def test_an_output_directory_that_cannot_be_written_is_a_clear_error(config, tmp_path, fails_to_start):
+    config.output_dir.write_text("a file")
+    with pytest.raises(ConfigurationError, match=r"output_dir: cannot write into .*run': File exists"):
+        cli.run_training(config)
