@@ -166,8 +166,9 @@ def test_a_killed_master_is_a_typed_error_and_a_new_one_takes_over(
     assert {info.key for info in backend.list("")} == {"d"}
 
 
+@pytest.mark.parametrize("answer", [-901, 0], ids=["put unanswered", "read-back unanswered"])
 def test_a_put_whose_outcome_is_unknown_is_removed_when_the_master_answers_again(
-    master: MooncakeMaster, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    answer: int, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = connect()
 
@@ -188,7 +189,7 @@ def test_a_put_whose_outcome_is_unknown_is_removed_when_the_master_answers_again
         def put_batch(self, *args: object) -> int:
             assert self.native.put_batch(*args) == 0  # type: ignore[attr-defined]
             self.stopped = True
-            return -901
+            return answer
 
     client = backend._client  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:

@@ -95,7 +95,11 @@ class MooncakeBackend(Backend):
             if code != status.OK:
                 self._remove_own(list(values), trailer)
                 return code
-        others = [key for key, found in self._trailers(list(values)).items() if found != trailer]
+        try:
+            others = [key for key, found in self._trailers(list(values)).items() if found != trailer]
+        except StoreUnavailableError:
+            self._remove_own(list(values), trailer)
+            raise
         if others:
             self._remove_own(list(values), trailer)
             raise KeyExistsError(

@@ -36,14 +36,19 @@ class LocalBufferGate:
     @contextlib.contextmanager
     def retry(self) -> Iterator[None]:
         """Around the one retry, outside of `attempt`."""
-        with self._changed:
-            self._retries_waiting += 1
-            self._changed.wait_for(lambda: not self._alone and not self._running)
-            self._retries_waiting -= 1
-            self._alone = True
+        alone = False
         try:
+            with self._changed:
+                self._retries_waiting += 1
+                try:
+                    self._changed.wait_for(lambda: not self._alone and not self._running)
+                    self._alone = alone = True
+                finally:
+                    self._retries_waiting -= 1
             yield
         finally:
+            # An interrupt ends the wait too; first attempts must not queue behind it for ever.
             with self._changed:
-                self._alone = False
+                if alone:
+                    self._alone = False
                 self._changed.notify_all()
