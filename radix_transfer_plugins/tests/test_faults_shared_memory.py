@@ -153,6 +153,35 @@ def test_a_writer_killed_while_it_holds_the_lock_blocks_nobody(connect: Connect)
     assert time.monotonic() - began < 5
 
 
+def test_a_child_that_outlives_its_killed_parent_keeps_neither_the_lock_nor_the_room(
+    connect: Connect,
+) -> None:
+    backend = connect(capacity_bytes=1000, wait_s=5)
+
+    def reserve_fork_and_die(forked: Connection) -> None:
+        writer = connect()._space
+        assert writer.reserve(space.Claim(), 800, 1000, recount=False)
+        with writer._locked():
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            forked.send(child)
+            die()
+
+    ours, theirs = FORK.Pipe()
+    parent = FORK.Process(target=reserve_fork_and_die, args=(theirs,))
+    parent.start()
+    orphan = ours.recv()
+    try:
+        parent.join(20)
+        began = time.monotonic()
+        backend.put_batch([("a", bytes(900))])
+        assert time.monotonic() - began < 4
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
 def test_a_reader_killed_with_views_leaks_nothing(connect: Connect, directory: Path) -> None:
     backend = connect()
     backend.put_batch([("a", np.ones(64 << 20, np.uint8))])

@@ -3,23 +3,28 @@
 import errno
 import mmap
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
+import numpy as np
 import pytest
 
-from radix_transfer_plugins import create_backend
+from radix_transfer_plugins import OutputStore, create_backend
 from radix_transfer_plugins.backends.base import BackendStats
 from radix_transfer_plugins.backends.shared_memory import SharedMemoryBackend
+from radix_transfer_plugins.backends.shared_memory.space import Space
 from radix_transfer_plugins.errors import (
     ConfigError,
     CorruptObjectError,
     KeyExistsError,
     ObjectLostError,
     StoreFullError,
+    StoreUnavailableError,
 )
 
 _MAP_NORESERVE = 0x4000
@@ -109,6 +114,9 @@ def test_symbolic_links_are_not_followed(connect: Connect, directory: Path, tmp_
         backend.get_batch(["a"])
     with pytest.raises((KeyExistsError, CorruptObjectError)):
         backend.put_batch([("a", b"x")])
+    # Counting anew is not stopped by it either.
+    (directory / "usage").unlink()
+    assert connect().stats() == BackendStats(0, 0, None)
     backend.delete_batch(["a"])
     assert secret.read_bytes() == b"secret"
     linked = directory.with_name("linked")
@@ -135,6 +143,39 @@ def test_truncated_and_overwritten_objects_are_typed_errors(connect: Connect, di
         backend.delete_batch([key])
         with pytest.raises(ObjectLostError):
             backend.get_batch([key])
+
+
+def test_damaged_objects_are_listed_by_their_name_so_that_gc_removes_them(
+    connect: Connect, directory: Path
+) -> None:
+    backend = connect()
+    keys = ["run/a b", "run/%2F", "run/small"]
+    backend.put_batch([(key, bytes(100)) for key in keys])
+    os.truncate(directory / "objects" / "k-run%2Fa%20b", 10)
+    (directory / "objects" / "k-run%2F%252F").write_bytes(b"")
+    (directory / "objects" / "k-run/foreign".replace("/", "%2f")).write_bytes(b"spelt as no key of ours")
+    assert {info.key: info.stored_bytes for info in backend.list("run/")} == dict(
+        zip(keys, [0, 0, 100], strict=True)
+    )
+    backend.delete_batch(keys)
+    assert list(backend.list("")) == []
+
+
+def test_reading_an_object_with_holes_takes_no_room_of_the_tmpfs(connect: Connect, directory: Path) -> None:
+    class Rows(msgspec.Struct):
+        rows: np.ndarray
+
+    store = OutputStore(connect())
+    rows = np.zeros((257, 1 << 20), np.uint8)
+    rows[100, 5] = rows[200, 7] = 1
+    (ref,) = store.put_many([Rows(rows)])
+    (path,) = (directory / "objects").iterdir()
+    taken = path.stat().st_blocks
+    assert 512 * taken < 8 << 20
+    with store.get_many([(ref, ["rows"])], stash_type=Rows) as (stash,):
+        assert np.array_equal(stash.rows, rows)
+    assert path.stat().st_blocks == taken
+    store.delete_many([ref])
 
 
 def test_reading_into_a_buffer_of_another_length_is_refused(connect: Connect) -> None:
@@ -187,6 +228,78 @@ def test_a_tmpfs_that_fills_up_during_a_put_is_a_full_store(
     assert list(backend.list("")) == []
     assert backend.stats() == BackendStats(0, 0, None)
     backend.put_batch([("a", b"1"), ("b", b"2")])
+
+
+@pytest.mark.parametrize(
+    ("step", "call"),
+    [
+        ("reserve", 1),
+        ("_write_reserved", 1),
+        ("_link", 1),
+        ("_link", 2),
+        ("_write_reserved", 2),
+        ("publish", 1),
+    ],
+)
+def test_an_interrupt_after_any_step_of_a_put_leaves_the_accounting_exact(
+    step: str, call: int, connect: Connect, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pair(msgspec.Struct):
+        a: np.ndarray
+        b: np.ndarray
+
+    backend = connect(capacity_bytes=1000)
+    store = OutputStore(backend)
+    backend.put_batch([("kept", bytes(10))])
+    calls = 0
+    original = getattr(Space, step)
+
+    def interrupted(self: Space, *args: object, **named: object) -> object:
+        nonlocal calls
+        calls += 1
+        result = original(self, *args, **named)
+        if calls == call:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Space, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.put_many([Pair(np.zeros(100, np.uint8), np.zeros(200, np.uint8))])
+    assert calls >= call
+    assert [info.key for info in backend.list("")] == ["kept"]
+    assert backend.stats() == BackendStats(1, 10, 1000)
+    (client,) = (directory / "clients").iterdir()
+    assert client.read_bytes() == bytes(8)
+
+
+def test_a_put_that_waits_for_room_counts_the_objects_once(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = connect(capacity_bytes=10, wait_s=0.3)
+    backend.put_batch([("a", bytes(10))])
+    counted = []
+    recount = Space._recount
+    monkeypatch.setattr(Space, "_recount", lambda self: (counted.append(1), recount(self)))
+    with pytest.raises(StoreFullError):
+        backend.put_batch([("b", b"x")])
+    assert len(counted) == 1
+
+
+def test_a_directory_removed_under_the_store_is_a_typed_error(connect: Connect, directory: Path) -> None:
+    backend = connect()
+    shutil.rmtree(directory)
+    with pytest.raises(StoreUnavailableError, match="create a new backend"):
+        backend.put_batch([("a", b"x")])
+
+
+def test_a_relative_directory_stays_where_it_was(
+    connect: Connect, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(directory.parent)
+    backend = connect(directory=directory.name)
+    monkeypatch.chdir("/")
+    assert backend.config.path == directory
 
 
 def test_a_forked_child_uses_its_parents_backend_with_locks_of_its_own(connect: Connect) -> None:

@@ -15,13 +15,14 @@ from radix_transfer_plugins.backends.lease import ViewLease
 from radix_transfer_plugins.backends.shared_memory import layout
 from radix_transfer_plugins.backends.shared_memory.config import SharedMemoryConfig
 from radix_transfer_plugins.backends.shared_memory.directory import PRIVATE_FLAGS
-from radix_transfer_plugins.backends.shared_memory.space import Draft, Space, read_header
+from radix_transfer_plugins.backends.shared_memory.space import Claim, Draft, Space, read_header
 from radix_transfer_plugins.buffers import byte_view
 from radix_transfer_plugins.codecs.base import Buffer
 from radix_transfer_plugins.errors import (
     CorruptObjectError,
     KeyExistsError,
     ObjectLostError,
+    OutputStoreError,
     StoreFullError,
     StoreUnavailableError,
 )
@@ -84,7 +85,10 @@ class SharedMemoryBackend(Backend):
         num_bytes = sum(len(value) for _, value in values)
         deadline = time.monotonic() + self.config.wait_s
         pause_s = 0.001
-        while not self._try_put(values, num_bytes):
+        first_try = True
+        while not self._try_put(values, num_bytes, recount=first_try):
+            # Counting takes the lock from those that delete, so a put that waits does it once.
+            first_try = False
             capacity = self.config.capacity_bytes
             if time.monotonic() >= deadline or (capacity is not None and num_bytes > capacity):
                 raise self._full(num_bytes)
@@ -132,15 +136,11 @@ class SharedMemoryBackend(Backend):
             if file is None:
                 continue
             try:
-                header = read_header(file, name)
-            except CorruptObjectError:  # Not an object that a key of ours can name with certainty.
-                continue
+                info = _info(file, name)
             finally:
                 os.close(file)
-            if header.key.startswith(prefix):
-                yield ObjectInfo(
-                    key=header.key, stored_bytes=header.payload_bytes, created_s=header.created_ns / 1e9
-                )
+            if info is not None and info.key.startswith(prefix):
+                yield info
 
     def stats(self) -> BackendStats:
         space = self._space
@@ -154,14 +154,17 @@ class SharedMemoryBackend(Backend):
                 self._closed = True
                 self._attached[1].close()
 
-    def _try_put(self, values: Sequence[tuple[str, memoryview]], num_bytes: int) -> bool:
+    def _try_put(self, values: Sequence[tuple[str, memoryview]], num_bytes: int, *, recount: bool) -> bool:
         """False: no room now, and nothing of the attempt holds memory."""
         space = self._space
-        # Asked first: filling a tmpfs to its last page takes memory that the whole machine shares.
-        if num_bytes > self._free_bytes() or not space.reserve(num_bytes, self.config.capacity_bytes):
-            return False
+        claim = Claim()
         drafts: list[Draft] = []
         try:
+            # Asked first: filling a tmpfs to its last page takes memory that the whole machine shares.
+            if num_bytes > self._free_bytes() or not space.reserve(
+                claim, num_bytes, self.config.capacity_bytes, recount=recount
+            ):
+                return False
             visibility = layout.VISIBLE if len(values) == 1 else layout.PENDING
             for key, value in values:
                 file = os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=space.objects)
@@ -171,12 +174,17 @@ class SharedMemoryBackend(Backend):
                     layout.pack_header(layout.Header(visibility, len(value), time.time_ns(), key)),
                     value,
                 )
-            space.publish(drafts, num_bytes)
+            space.publish(drafts, claim)
         except BaseException as error:
-            space.cancel(num_bytes)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            space.cancel(claim)
+            if not isinstance(error, OSError) or isinstance(error, OutputStoreError):
+                raise
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return False
-            raise
+            raise StoreUnavailableError(
+                f"shared_memory: cannot write to {self.config.path}: {error.strerror}; if it was removed, "
+                "create a new backend; if files are too many, raise `ulimit -n`"
+            ) from error
         finally:
             for draft in drafts:
                 os.close(draft.file)
@@ -268,14 +276,33 @@ def _write_sparse(file: int, offset: int, value: memoryview) -> None:
                 written += os.pwrite(file, block[written:], offset + start + written)
 
 
+def _info(file: int, name: str) -> ObjectInfo | None:
+    """What a list tells of an open object; of a damaged one what its name gives, so that it can be removed.
+
+    None: no key of ours can name it with certainty.
+    """
+    try:
+        header = read_header(file, name)
+    except CorruptObjectError:
+        key = layout.key_of_name(name)
+        if key is None:
+            return None
+        status = os.fstat(file)
+        return ObjectInfo(key, max(0, status.st_size - layout.payload_offset(key)), status.st_mtime)
+    return ObjectInfo(header.key, header.payload_bytes, header.created_ns / 1e9)
+
+
 def _view(file: int, key: str) -> memoryview:
-    """Read-only bytes of the object: a mapping, or a copy if it is small."""
+    """Read-only bytes of the object: a mapping, or a copy if it is small or has holes."""
     offset = layout.payload_offset(key)
-    file_bytes = os.fstat(file).st_size
+    status = os.fstat(file)
+    file_bytes = status.st_size
     if file_bytes < _MIN_MAPPED_BYTES:
         data: bytes | mmap.mmap = os.pread(file, file_bytes, 0)
     else:
         try:
+            if 512 * status.st_blocks < file_bytes:
+                return _read_sparse(file, key, file_bytes)
             populate = mmap.MAP_POPULATE if file_bytes <= _MAX_POPULATED_BYTES else 0
             data = mmap.mmap(file, file_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED | populate)
         except OSError as error:
@@ -286,6 +313,30 @@ def _view(file: int, key: str) -> memoryview:
             ) from error
     layout.unpack_header(data[:offset], layout.object_name(key), file_bytes)
     return memoryview(data)[offset:]
+
+
+def _read_sparse(file: int, key: str, file_bytes: int) -> memoryview:
+    """The object in memory of this process, where holes take none.
+
+    In a mapping of the file, every page of a hole that is read takes one of the tmpfs; where it has none
+    left, the kernel kills the reader.
+    """
+    data = mmap.mmap(-1, file_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    view = memoryview(data)
+    end = 0
+    while end < file_bytes:
+        try:
+            start = os.lseek(file, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # No data follows.
+                break
+            raise
+        end = os.lseek(file, start, os.SEEK_HOLE)
+        while start < end and (read := os.preadv(file, [view[start:end]], start)):
+            start += read
+    offset = layout.payload_offset(key)
+    layout.unpack_header(data[:offset], layout.object_name(key), file_bytes)
+    return view[offset:].toreadonly()
 
 
 def _read_into(file: int, key: str, buffer: memoryview) -> None:

@@ -52,7 +52,10 @@ class SharedMemoryConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"{space!r}"
             )
         return cls(
-            path=_PARENT / f"radix-{space}" if options.directory is None else Path(options.directory),
+            # Absolute, since a forked child that changed its directory opens it again.
+            path=(
+                _PARENT / f"radix-{space}" if options.directory is None else Path(options.directory)
+            ).absolute(),
             capacity_bytes=None
             if options.capacity_bytes is None
             else parse_bytes(options.capacity_bytes, "capacity_bytes"),

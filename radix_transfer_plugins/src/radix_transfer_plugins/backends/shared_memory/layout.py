@@ -17,7 +17,7 @@ import functools
 import hashlib
 import struct
 from typing import NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from radix_transfer_plugins.errors import CorruptObjectError
 
@@ -94,6 +94,15 @@ def object_name(key: str) -> str:
     """A safe file name: the key percent-encoded, or, where that is too long, its hash."""
     plain = "k-" + quote(key, safe="")
     return plain if len(plain) <= _MAX_PLAIN_NAME else "h-" + hashlib.sha256(key.encode()).hexdigest()
+
+
+def key_of_name(name: str) -> str | None:
+    """The key that a plain name spells; None for a hash, and for what no key is spelt as."""
+    try:
+        key = unquote(name.removeprefix("k-"), errors="strict")
+    except UnicodeDecodeError:
+        return None
+    return key if object_name(key) == name else None
 
 
 def name_prefix(prefix: str) -> str:

@@ -1,12 +1,15 @@
 """`Space`: one process's hold on a directory of objects; names, accounting and recovery."""
 
 import contextlib
+import errno
 import fcntl
+import functools
 import mmap
 import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +20,7 @@ from radix_transfer_plugins.errors import (
     ConfigError,
     CorruptObjectError,
     KeyExistsError,
+    OutputStoreError,
     StoreUnavailableError,
 )
 
@@ -38,6 +42,10 @@ class Draft(NamedTuple):
     key: str
 
 
+class Claim:
+    """Identity of one put's reservation: giving it back twice, or after the put, changes nothing."""
+
+
 class Space:
     """Safe for the threads of one process; a forked child needs a Space of its own. `close` frees the
     descriptors.
@@ -46,6 +54,8 @@ class Space:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._thread_lock = threading.Lock()
+        self._claims: dict[Claim, int] = {}
+        """Bytes reserved by puts of this process."""
         with contextlib.ExitStack() as files:
             root = open_private_directory(path)
             files.callback(os.close, root)
@@ -66,6 +76,7 @@ class Space:
                 self._check_version()
             self.reclaim()
             self._files = files.pop_all()
+        _close_in_forked_children().add(self)
 
     def close(self) -> None:
         """Idempotent. Objects stay."""
@@ -77,30 +88,34 @@ class Space:
     def usage(self) -> Usage:
         return Usage(*layout.USAGE.unpack(self._usage[:])[1:])
 
-    def reserve(self, num_bytes: int, capacity_bytes: int | None) -> bool:
-        """Count `num_bytes` as used, if there is room; what dead processes hold is given back first."""
-        with self._locked():
+    def reserve(self, claim: Claim, num_bytes: int, capacity_bytes: int | None, *, recount: bool) -> bool:
+        """Count `num_bytes` as used, if there is room; what dead processes hold is given back first.
+
+        `recount`: look at every object before there is said to be none.
+        """
+        with self._locked(), self._recounted_if_cut_short():
             if capacity_bytes is not None and self.usage.used_bytes + num_bytes > capacity_bytes:
-                self._recount()
+                if recount or self._remove_dead_clients()[1]:
+                    self._recount()
                 if self.usage.used_bytes + num_bytes > capacity_bytes:
                     return False
             # In this order, here and in `cancel`: a kill in between leaves a reservation to reclaim.
-            self._add_reserved(num_bytes)
+            self._claims[claim] = num_bytes
+            self._write_reserved()
             self._set_usage(add_bytes=num_bytes)
         return True
 
-    def cancel(self, num_bytes: int) -> None:
-        """Give a reservation back."""
-        with self._locked():
+    def cancel(self, claim: Claim) -> None:
+        """Give a reservation back, if it is still held."""
+        with self._locked(), self._recounted_if_cut_short():
+            num_bytes = self._claims.pop(claim, 0)
             self._set_usage(add_bytes=-num_bytes)
-            self._add_reserved(-num_bytes)
+            self._write_reserved()
 
     # Names.
 
-    def publish(self, drafts: Sequence[Draft], num_bytes: int) -> None:
-        """Give every draft its name, or none; turns the reservation of `num_bytes` into use. Raises
-        KeyExistsError.
-        """
+    def publish(self, drafts: Sequence[Draft], claim: Claim) -> None:
+        """Give every draft its name, or none; turns the reservation into use. Raises KeyExistsError."""
         with self._locked(), self._changing():
             linked: list[str] = []
             try:
@@ -116,7 +131,8 @@ class Space:
                 for draft in drafts:
                     os.pwrite(draft.file, layout.VISIBLE.to_bytes(8, "little"), layout.VISIBILITY_OFFSET)
             self._set_usage(add_objects=len(drafts))
-            self._add_reserved(-num_bytes)
+            del self._claims[claim]
+            self._write_reserved()
 
     def remove(self, keys: Sequence[str]) -> None:
         """Unlink; mappings of readers stay valid. Absent keys are no error."""
@@ -189,20 +205,37 @@ class Space:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Whoever takes the lock after a kill in here counts again."""
+        """Whoever takes the lock after a kill or an interrupt in here counts again."""
         self._set_usage(journal=layout.CHANGING)
         try:
             yield
-        finally:
+        except OutputStoreError:  # Raised on purpose, after all was undone.
             self._set_usage(journal=layout.IDLE)
+            raise
+        self._set_usage(journal=layout.IDLE)
+
+    @contextlib.contextmanager
+    def _recounted_if_cut_short(self) -> Iterator[None]:
+        """Whoever takes the lock after an interrupt in here counts again."""
+        try:
+            yield
+        except BaseException:
+            self._set_usage(journal=layout.CHANGING)
+            raise
 
     def _recount(self) -> None:
         """Finish or undo what a killed process was publishing, and count again; reads every header."""
         committed = self.usage.journal == layout.COMMITTED
-        used_bytes = self._remove_dead_clients()[0] + self._reserved()
+        self._write_reserved()
+        used_bytes = self._remove_dead_clients()[0] + sum(self._claims.values())
         objects = 0
         for name in os.listdir(self.objects):
-            file = os.open(name, os.O_RDWR | PRIVATE_FLAGS, dir_fd=self.objects)
+            try:
+                file = os.open(name, os.O_RDWR | PRIVATE_FLAGS, dir_fd=self.objects)
+            except OSError as error:
+                if error.errno == errno.ELOOP:  # A symbolic link is no object and takes no room.
+                    continue
+                raise
             try:
                 header = read_header(file, name)
                 if header.visibility == layout.PENDING and not committed:
@@ -236,6 +269,9 @@ class Space:
                     alive_bytes += reserved
                 else:
                     dead_bytes += reserved
+                    if reserved and self.usage.journal == layout.IDLE:
+                        # If this process is killed too, the next one knows that it must count.
+                        self._set_usage(journal=layout.CHANGING)
                     os.unlink(name, dir_fd=self._clients)
             finally:
                 os.close(file)
@@ -250,11 +286,9 @@ class Space:
             max(0, usage.objects + add_objects),
         )
 
-    def _reserved(self) -> int:
-        return layout.RESERVED.unpack(self._client[:])[0]
-
-    def _add_reserved(self, num_bytes: int) -> None:
-        self._client[:] = layout.RESERVED.pack(self._reserved() + num_bytes)
+    def _write_reserved(self) -> None:
+        """Tell other processes what this one has reserved."""
+        self._client[:] = layout.RESERVED.pack(sum(self._claims.values()))
 
     # Attaching.
 
@@ -296,6 +330,23 @@ class Space:
                 f"shared_memory: {self.path} must lie on a tmpfs (with O_TMPFILE) and /proc must be mounted: "
                 f"{error.strerror}"
             ) from error
+
+
+@functools.cache
+def _close_in_forked_children() -> "weakref.WeakSet[Space]":
+    """Spaces whose descriptors a forked child closes at once.
+
+    A lock on a file lasts until every process that inherited its descriptor has ended, so a child that
+    outlives its killed parent would keep the parent's lock, and the parent's reservation alive.
+    """
+    spaces: weakref.WeakSet[Space] = weakref.WeakSet()
+
+    def close_all() -> None:
+        for space in list(spaces):
+            space.close()
+
+    os.register_at_fork(after_in_child=close_all)
+    return spaces
 
 
 def read_header(file: int, name: str) -> layout.Header:
