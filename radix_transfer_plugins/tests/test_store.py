@@ -3,6 +3,7 @@
 import threading
 import time
 import uuid
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 
 from radix_transfer_plugins import (
+    FieldSpec,
     OutputStore,
+    StoreRef,
     TokenOutputStash,
     create_backend,
     token_output_codecs,
 )
 from radix_transfer_plugins.codecs.narrow import NarrowCodec
+from radix_transfer_plugins.codecs.raw import RawCodec
 from radix_transfer_plugins.errors import (
     CodecError,
     ConfigError,
@@ -238,6 +242,38 @@ def test_max_array_bytes_bounds_what_a_ref_makes_the_reader_allocate(backend):
     assert len(part) == 3
 
 
+def test_a_few_bytes_that_claim_terabytes_are_refused_before_they_are_read(backend):
+    """Flags of whole causal prefixes: 128 KiB that stand for 4 TiB."""
+    width = 1 << 20
+    flags = b"\xff" * (width // 8)
+    key = "run/store/forged"
+    backend.put_batch([(f"{key}/indexer_topk", flags)])
+    spec = FieldSpec(
+        dtype="int32",
+        shape=(width, 1, width),
+        codec="positions",
+        stored_bytes=len(flags),
+        checksum=f"crc32:{zlib.crc32(flags):08x}",
+    )
+    ref = StoreRef(backend="memory", key=key, fields={"indexer_topk": spec})
+    with pytest.raises(RefError, match="max_array_bytes"):
+        OutputStore(backend).read_many(
+            [(ref, ["indexer_topk"])], stash_type=TokenOutputStash, buffer_bytes=1 << 30
+        )
+    assert backend.get_calls == []
+
+
+def test_an_array_that_memory_cannot_hold_is_a_typed_error(store, backend, monkeypatch):
+    (ref,) = put(store, rows_of(6))
+
+    def refuse(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(RawCodec, "decode", refuse)
+    with pytest.raises(RefError, match="192 bytes when decoded"):
+        read_experts(store, [(ref, ["routed_experts"])])
+
+
 # Housekeeping
 
 
@@ -308,6 +344,12 @@ def test_bad_start_rows_are_refused(store, start_rows, message):
     with pytest.raises(ConfigError, match=message):
         put(store, rows_of(1), start_rows=start_rows)
     assert list(store.list_objects()) == []
+
+
+@pytest.mark.parametrize("array", [np.zeros(2, np.longdouble), np.zeros((1,) * 17, np.int8)])
+def test_what_no_reference_can_describe_is_a_codec_error_naming_the_field(store, array):
+    with pytest.raises(CodecError, match="field 'routed_experts'"):
+        put(store, array)
 
 
 @pytest.mark.parametrize("value", [[1, 2], 3, "text", np.float32(1)])

@@ -157,5 +157,5 @@ def _require_small(
     if array_bytes > max_array_bytes:
         raise RefError(
             f"field {name!r} of {ref.key!r} would take {array_bytes} bytes, more than max_array_bytes "
-            f"{max_array_bytes}"
+            f"{max_array_bytes}; ask for fewer rows, or raise it if the writer is trusted"
         )

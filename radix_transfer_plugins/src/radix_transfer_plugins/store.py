@@ -14,7 +14,13 @@ from radix_transfer_plugins.backends.base import Backend, ObjectInfo
 from radix_transfer_plugins.buffers import byte_view, checksum_of
 from radix_transfer_plugins.codecs.base import Buffer, Codec
 from radix_transfer_plugins.codecs.raw import RawCodec
-from radix_transfer_plugins.errors import CodecError, ConfigError, CorruptObjectError, OutputStoreError
+from radix_transfer_plugins.errors import (
+    CodecError,
+    ConfigError,
+    CorruptObjectError,
+    OutputStoreError,
+    RefError,
+)
 from radix_transfer_plugins.keys import KeySource, check_prefix, is_field_name
 from radix_transfer_plugins.memory import new_array
 from radix_transfer_plugins.plan import (
@@ -33,6 +39,9 @@ __all__ = ["OutputStore", "ReadRequest", "RowRanges", "StoreStats"]
 logger = logging.getLogger(__name__)
 
 StashT = TypeVar("StashT", bound=msgspec.Struct)
+
+DEFAULT_MAX_ARRAY_BYTES = 64 << 30
+"""A whole indexer field of 128k tokens is below it, what a few forged bytes may claim is far above."""
 
 
 class StoreStats(msgspec.Struct, kw_only=True):
@@ -57,8 +66,8 @@ class OutputStore:
     `key_prefix` (default: the backend's) confines the store: keys are created below it, and a reference
     outside it is neither read nor deleted. `codecs` maps field names to codecs for writing (default: raw);
     readers need none, since a reference names its own. `max_array_bytes` bounds the decoded size of a single
-    array that a reference can make this store allocate (default: no bound); a larger one is a RefError before
-    anything is read.
+    array that a reference can make this store allocate (None: no bound); a larger one is a RefError before
+    anything is read. A few stored bytes can stand for terabytes, so set it to what the reader can afford.
     """
 
     def __init__(
@@ -66,7 +75,7 @@ class OutputStore:
         backend: Backend,
         key_prefix: str | None = None,
         codecs: Mapping[str, Codec] | None = None,
-        max_array_bytes: int | None = None,
+        max_array_bytes: int | None = DEFAULT_MAX_ARRAY_BYTES,
     ) -> None:
         self.backend = backend
         self.key_prefix = check_prefix(backend.key_prefix if key_prefix is None else key_prefix)
@@ -220,17 +229,17 @@ class OutputStore:
             raise ConfigError(f"start_rows: expected a row >= 0 for the field {name!r}, got {start_row!r}")
         try:
             data = byte_view(codec.encode(array, start_row))
-        except CodecError as error:
+            spec = FieldSpec(
+                dtype=array.dtype.name,
+                shape=array.shape,
+                codec=codec.name,
+                codec_config=codec.get_config(),
+                stored_bytes=data.nbytes,
+                start_row=start_row,
+                checksum=checksum_of(data),
+            )
+        except (CodecError, RefError) as error:  # RefError: what no reference can describe.
             raise CodecError(f"field {name!r}: {error}") from error
-        spec = FieldSpec(
-            dtype=array.dtype.name,
-            shape=array.shape,
-            codec=codec.name,
-            codec_config=codec.get_config(),
-            stored_bytes=data.nbytes,
-            start_row=start_row,
-            checksum=checksum_of(data),
-        )
         return spec, data
 
     def _undo(self, refs: Sequence[StoreRef], error: BaseException) -> None:
@@ -348,6 +357,11 @@ def _decode(read: FieldRead, view: memoryview, rows: tuple[int, int] | None) -> 
         array = codec.decode(view, spec.numpy_dtype, spec.shape, spec.start_row, by_codec)
     except CorruptObjectError as error:
         raise CorruptObjectError(f"the stored field {read.key!r}: {error}") from error
+    except MemoryError as error:
+        raise RefError(
+            f"the field {read.key!r} has {spec.array_bytes} bytes when decoded, more than there is memory "
+            "for; ask for fewer rows, or refuse such references with a lower max_array_bytes"
+        ) from error
     return array if by_codec == rows or rows is None else array[rows[0] : rows[1]]
 
 
