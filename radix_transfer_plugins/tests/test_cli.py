@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import uuid
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from radix_transfer_plugins import OutputStore, TokenOutputStash, create_backend
-from radix_transfer_plugins.cli import main
+from radix_transfer_plugins.cli import EPILOG, _parser, main
 
 ROWS = np.arange(24, dtype=np.int32).reshape(3, 4, 2)
 
@@ -158,6 +159,12 @@ def test_wrong_usage_exits_with_2(capsys, arguments, message):
         main(arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_examples_of_the_help_are_commands_that_parse():
+    examples = [line.strip() for line in EPILOG.splitlines() if line.startswith("  radix-store ")]
+    parsed = [_parser().parse_args(shlex.split(example)[1:]).run.__name__ for example in examples]
+    assert parsed == ["stat", "list_objects", "collect_garbage", "collect_garbage", "cat"]
 
 
 def test_unknown_backend_lists_the_known_ones(capsys):

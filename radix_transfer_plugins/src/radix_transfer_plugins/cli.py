@@ -22,10 +22,11 @@ EPILOG = """exit status: 0 done, 1 the store refused or failed (the reason is on
 
 examples:
   radix-store stat --backend shared_memory
-  radix-store list --backend mooncake --config '{"master_server_address": "10.0.0.1:50051"}' --key-prefix
-  run-1 radix-store gc --backend shared_memory --key-prefix run-1 --older-than 2h            # says what it
-  would remove radix-store gc --backend shared_memory --key-prefix run-1 --older-than 2h --delete   # removes
-  it radix-store cat --backend shared_memory ref.json --npy arrays/
+  radix-store list --backend mooncake --config mooncake.json --key-prefix run-1
+  # What would be removed, then its removal.
+  radix-store gc --backend shared_memory --key-prefix run-1 --older-than 2h
+  radix-store gc --backend shared_memory --key-prefix run-1 --older-than 2h --delete
+  radix-store cat --backend shared_memory ref.json --npy arrays/
 """
 
 
