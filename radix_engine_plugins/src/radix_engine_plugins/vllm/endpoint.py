@@ -17,8 +17,8 @@ from radix_engine_plugins.settings import server_info
 from radix_engine_plugins.vllm import seams
 from radix_engine_plugins.vllm.answers import ChoiceIndex, answer_with_refs
 from radix_engine_plugins.vllm.opt_in import FIELD, WITHOUT_OUTPUT, is_true, refuse_what_cannot_be_met
-from radix_engine_plugins.vllm.plugin import NAME
 from radix_engine_plugins.vllm.session import StoreSession, session_of
+from radix_engine_plugins.vllm.settings import NAME
 
 _SERVER_INFO = "/server_info"
 _STATE = "radix_output_store_session"

@@ -7,10 +7,9 @@ an inline answer in silence would be worse.
 
 import logging
 
-logger = logging.getLogger(__name__)
+from radix_engine_plugins.vllm.settings import NAME
 
-NAME = "radix_output_store"
-"""Of this plugin, for `VLLM_PLUGINS`."""
+logger = logging.getLogger(__name__)
 
 SUPPORTED_VLLM = ("0.32.0",)
 """Versions whose seams were checked; docs/vllm.md says how to move to another."""

@@ -14,9 +14,8 @@ from radix_engine_plugins.codecs import store_codecs
 from radix_engine_plugins.settings import StoreSettings
 from radix_engine_plugins.vllm import seams
 from radix_engine_plugins.vllm.outputs import TakenOutputs
-from radix_engine_plugins.vllm.plugin import NAME
 from radix_engine_plugins.vllm.routing_layers import METHOD
-from radix_engine_plugins.vllm.settings import refuse_unsupported, settings_of
+from radix_engine_plugins.vllm.settings import NAME, refuse_unsupported, settings_of
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_transfer_plugins import OutputStore, StoreRef, create_backend
 

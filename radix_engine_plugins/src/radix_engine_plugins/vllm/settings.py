@@ -10,6 +10,9 @@ import msgspec
 
 from radix_engine_plugins.settings import StoreSettings
 
+NAME = "radix_output_store"
+"""Of this plugin, for `VLLM_PLUGINS`."""
+
 KEY = "output_store"
 
 
