@@ -46,6 +46,9 @@ OK = {"sampling_params": {"max_new_tokens": 1}}
         ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "same number"),
         ({"text": ["a", "b"], "rid": ["x", "x"]}, "one twice"),
         ({"text": ["a", "b"], "rid": ["x"]}, "expected 2 ids"),
+        ({"text": ["a", "b"], "sampling_params": {"n": 10**9}}, "at most 65536 sequences"),
+        ({"input_ids": [10**30]}, "expected ids in [0, 67)"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": 10**30}}, "context length of 512"),
     ],
 )
 def test_what_no_retry_can_save_is_a_400_that_names_it(shared_server, body, message):
@@ -56,12 +59,43 @@ def test_what_no_retry_can_save_is_a_400_that_names_it(shared_server, body, mess
     assert shared_server.generate(text="a", **OK).status_code == 200
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"text": "a"} x'])
-def test_a_body_that_is_no_json_object_is_a_400(shared_server, data):
-    response = shared_server.client.post("/generate", content=data)
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"text": "a"} x',
+        b'{"text": "a", "sampling_params": {"temperature": NaN}}',
+        b'{"text": "\\ud800"}',
+        b'{"text": ' + b"[" * 100_000,
+    ],
+    ids=["empty", "cut", "list", "string", "bytes", "trailing", "NaN", "surrogate", "deep"],
+)
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_body_that_is_no_json_object_is_a_400(shared_server, data, path):
+    response = shared_server.client.post(path, content=data)
 
     assert response.status_code == 400
-    assert "JSON" in response.json()["error"]["message"]
+    answer = response.json()
+    assert "JSON" in (answer["message"] if path.startswith("/v1") else answer["error"]["message"])
+
+
+async def test_a_client_that_leaves_while_it_sends_its_body_is_no_fault_of_the_server(asgi_exchange):
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
+    await asgi_exchange.app(scope, receive, send)
+
+    assert sent[0]["status"] == 400
 
 
 def test_opting_in_without_a_store_names_the_flag(run_server):

@@ -24,7 +24,7 @@ def test_models_are_listed_and_found(client):
     (model,) = client.models.list().data
     assert model.id == "letters"
     assert client.models.retrieve("letters").id == "letters"
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
+    with pytest.raises(openai.NotFoundError, match="does not exist; this server has 'letters'"):
         client.models.retrieve("numbers")
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -39,6 +39,7 @@ def create_app(
     app.include_router(weight_routes.router)
     app.add_exception_handler(RadixError, _on_error)
     app.add_exception_handler(OutputStoreError, _on_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     if settings.api_key is not None or settings.admin_api_key is not None:
         app.add_middleware(
             BearerAuth,
@@ -56,3 +57,8 @@ def create_app(
 
 async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(error, openai=request.url.path.startswith("/v1/"))
+
+
+async def _on_disconnect(_request: Request, _error: Exception) -> Response:
+    """The client left while it sent its body: no fault of the server, and nobody reads this."""
+    return Response(status_code=400)

@@ -12,10 +12,14 @@ import msgspec
 
 from radix_rl.engines.base import EngineInfo
 from radix_rl.errors import RequestError
+from radix_rl.server.body import decode_object
 from radix_rl.server.sampling import ParsedSampling, TextOptions, parse_sampling, refuse_unsupported
 from radix_rl.types import GenerateRequest
 
 T = TypeVar("T")
+
+_MAX_SEQUENCES = 65536
+"""Of one call: more would keep every other client waiting while they are only laid out."""
 
 _NO = (None, False)
 _NONE = (None, [], {})
@@ -154,6 +158,11 @@ def build_call(raw: dict[str, Any], tokenizer: Tokenizer, info: EngineInfo) -> G
             f"sampling_params.n: expected the same number for the whole batch, got {sorted(counts)}"
         )
     (n,) = counts
+    if num_prompts * n > _MAX_SEQUENCES:
+        raise RequestError(
+            f"expected at most {_MAX_SEQUENCES} sequences in one call, got {num_prompts} prompts x n = {n}; "
+            "split it"
+        )
     request_ids = _request_ids(body.rid, num_prompts, n, is_single)
     return_logprob = _spread(body.return_logprob, num_prompts, False, "return_logprob")
     mask = _spread(body.return_sampling_mask, num_prompts, False, "return_sampling_mask")
@@ -185,16 +194,6 @@ def build_call(raw: dict[str, Any], tokenizer: Tokenizer, info: EngineInfo) -> G
                 )
             )
     return GenerateCall(items=items, is_single=is_single and n == 1, stream=bool(body.stream))
-
-
-def decode_object(data: bytes) -> dict[str, Any]:
-    try:
-        raw = msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise RequestError(f"expected a JSON object, got {type(raw).__name__}")
-    return raw
 
 
 def _checked(raw: dict[str, Any]) -> _Body:
@@ -258,7 +257,7 @@ def _request(
         input_ids=tuple(prompt),
         sampling=params,
         return_routed_experts=bool(body.return_routed_experts),
-        routed_experts_start_len=start if body.return_routed_experts else 0,
+        routed_experts_start_len=start if body.return_routed_experts or body.return_indexer_topk else 0,
         return_indexer_topk=bool(body.return_indexer_topk),
         return_outputs_via_store=bool(body.return_outputs_via_store),
         session_id=body.session_id,

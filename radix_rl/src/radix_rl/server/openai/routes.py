@@ -7,9 +7,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from radix_rl.server.body import decode_object
 from radix_rl.server.errors import json_response
 from radix_rl.server.exchange import Exchange
-from radix_rl.server.generate_body import build_call, decode_object
+from radix_rl.server.generate_body import build_call
 from radix_rl.server.openai.bodies import ChatBody, CompletionBody, chat_call, completion_call, parse_body
 from radix_rl.server.openai.renderers import ChatRenderer, CompletionRenderer
 from radix_rl.server.state import ServerState, state_of
@@ -28,7 +29,7 @@ async def model(request: Request, model: str) -> Response:
     if model != state.settings.served_model_name:
         error = {
             "message": f"The model {model!r} does not exist; this server has "
-            "{state.settings.served_model_name!r}",
+            f"{state.settings.served_model_name!r}",
             "type": "invalid_request_error",
             "param": "model",
             "code": "model_not_found",
