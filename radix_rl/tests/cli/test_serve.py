@@ -65,6 +65,13 @@ def test_a_port_that_is_taken_is_a_clear_error_before_the_model_is_loaded(run, m
     assert "choose another --port" in str(error)
 
 
+def test_a_port_that_cannot_be_is_a_clear_error(run, model_path):
+    error = run(model_path, "--device", "cpu", "--port", "99999")
+
+    assert isinstance(error, ConfigurationError)
+    assert "choose another --port" in str(error)
+
+
 def test_keys_never_reach_what_server_info_tells():
     from radix_rl.cli.serve import _settings
     from radix_rl.engines.embedded.config import EmbeddedEngineConfig

@@ -115,9 +115,10 @@ def bind(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         sock.close()
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
+            f"cannot listen on {host}:{port}: {reason}; choose another --port"
         ) from error
     return sock
