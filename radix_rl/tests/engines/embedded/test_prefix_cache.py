@@ -99,6 +99,7 @@ async def test_retracted_request_keeps_the_rows_of_its_own_forward(
         await engine.pause("retract")
         await engine.resume()
         output = await running
+    assert output.num_retractions == 1
     check_against(qwen3_moe, request, output)
 
 

@@ -21,7 +21,7 @@ from radix_rl.engines.embedded.shared_prefixes import SharedPrefixes
 from radix_rl.engines.embedded.slot_table import SlotTable
 from radix_rl.engines.embedded.stats import EngineStats
 from radix_rl.engines.embedded.weights import WeightUpdater
-from radix_rl.errors import EngineStateError, RequestError
+from radix_rl.errors import EngineError, EngineStateError, RequestError
 from radix_rl.types import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class EngineCore:
         self._chunk_tokens = chunked_prefill_tokens
         self._by_id: dict[str, Sequence] = {}
         self._sampling: SamplingBatch | None = None
-        self._non_finite_cleared = 0
+        self._non_finite_seen = 0
 
     # Requests
 
@@ -254,11 +254,10 @@ class EngineCore:
             self.prefixes.insert(sequence.token_range(0, sequence.computed), slot)
 
     def _clear_non_finite(self) -> None:
-        """Non-finite keys or values of an earlier request would spoil the next owner of their slot."""
-        if not self.slots.running and self.sampler.num_non_finite > self._non_finite_cleared:
-            self.runner.cache.zero()
+        """Nobody runs any more whose keys or values are not finite; see `SlotCache.zero_vacated`."""
+        if not self.slots.running and self.runner.cache.zero_vacated:
             self.flush_prefixes()
-            self._non_finite_cleared = self.sampler.num_non_finite
+            self.runner.cache.zero_vacated = False
 
     def _prefill(self) -> None:
         group, lengths = self._prefill_group()
@@ -309,6 +308,10 @@ class EngineCore:
         self._accept(sequences, self.sampler.sample(logits, self._sampling))
 
     def _accept(self, sequences: list[Sequence], sampled: Sampled) -> None:
+        if self.sampler.num_non_finite > self._non_finite_seen:
+            self._non_finite_seen = self.sampler.num_non_finite
+            if not self.runner.cache.zero_vacated:
+                self.runner.cache.guard_from_non_finite([s.computed for s in self.slots.running])
         finished: list[tuple[Sequence, FinishReason]] = []
         for row, (sequence, token, logprob) in enumerate(
             zip(sequences, sampled.tokens, sampled.logprobs, strict=True)
@@ -318,7 +321,7 @@ class EngineCore:
             if sequence.request.return_sampling_mask:
                 sequence.mask_ids.append(sampled.supports[row].token_ids)
                 sequence.mask_logprobs.append(sampled.supports[row].logprobs)
-            reason = self._finish.after_token(sequence, token)
+            reason = self._end_reason(sequence, token)
             if reason is not None:
                 finished.append((sequence, reason))
             elif sequence.on_tokens is not None:
@@ -327,6 +330,14 @@ class EngineCore:
         self._finish_slots(finished)
 
     # Ends
+
+    def _end_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        try:
+            return self._finish.after_token(sequence, token)
+        except Exception as error:
+            # A tokenizer that cannot decode this answer fails its request and no other.
+            sequence.error = EngineError(f"stop strings: the tokenizer cannot decode the answer: {error!r}")
+            return FinishReason(type="abort", message=str(sequence.error))
 
     def _finish_slots(self, ends: list[tuple[Sequence, FinishReason]]) -> None:
         reasons = {id(sequence): reason for sequence, reason in ends}
@@ -355,6 +366,7 @@ class EngineCore:
         sequence.saved_rows = self._rows(sequence, slot)
         self.slots.remove(slot)
         sequence.computed = 0
+        sequence.num_retractions += 1
         sequence.state = SequenceState.WAITING
         self.waiting.appendleft(sequence)
 

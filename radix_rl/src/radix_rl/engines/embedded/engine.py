@@ -1,6 +1,7 @@
 """`EmbeddedEngine`: the engine that runs inside this process, on PyTorch and transformers."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Collection
@@ -91,7 +92,9 @@ class EmbeddedEngine(Engine):
             has_tokenizer=self.tokenizer is not None,
         )
         self._core = core
-        self._end_token_ids = core.runner.loaded.end_token_ids
+        # A tokenizer may know more ids than the model has rows; such an id is never sampled.
+        vocab_size = core.runner.vocab_size
+        self._end_token_ids = frozenset(i for i in core.runner.loaded.end_token_ids if i < vocab_size)
         return await self.info()
 
     async def info(self) -> EngineInfo:
@@ -120,7 +123,9 @@ class EmbeddedEngine(Engine):
         news = asyncio.Event()
 
         def on_tokens(_sequence: Sequence) -> None:
-            loop.call_soon_threadsafe(news.set)
+            # A loop that was closed ends nobody else's requests; `on_finish` tells of it.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(news.set)
 
         sequence = self._sequence(request, done, on_tokens)
         done.add_done_callback(lambda _: news.set())
@@ -155,6 +160,7 @@ class EmbeddedEngine(Engine):
             output_logprobs=logprobs,
             version_spans=spans,
             cached_tokens=sequence.cached_tokens,
+            num_retractions=sequence.num_retractions,
         )
 
     def _sequence(

@@ -60,6 +60,9 @@ class SlotTensor:
         used = self._flat[: num_slots * self.heads * stride]
         self.slots = used.view(num_slots, self.heads, stride, self.width)
 
+    def zero(self) -> None:
+        self._flat.zero_()
+
     def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """`rows` `[n * heads]` int64 from `SlotCache.flat_rows`, `values` `[n * heads, width]`,
         token-major.
@@ -82,6 +85,9 @@ class SlotCache:
         )
         self.tensors: list[SlotTensor] = []
         self.allocated = True
+        self.zero_vacated = False
+        """True while some slot may hold non-finite values: attention multiplies masked positions by 0, so
+        what a request leaves behind would spoil the slot's next owner."""
 
     def add(self, heads: int, width: int, dtype: torch.dtype) -> SlotTensor:
         tensor = SlotTensor(
@@ -110,21 +116,37 @@ class SlotCache:
         for tensor in self.tensors:
             kept = tensor.slots[: len(lengths), :, :longest].clone() if longest else None
             tensor.set_stride(stride)
-            if kept is not None:
+            if self.zero_vacated:
+                tensor.zero()
+            if kept is None:
+                continue
+            if self.zero_vacated:
+                for slot, length in enumerate(lengths):
+                    tensor.slots[slot, :, :length].copy_(kept[slot, :, :length])
+            else:
                 tensor.slots[: len(lengths), :, :longest].copy_(kept)
         self.stride = stride
 
+    def guard_from_non_finite(self, lengths: Sequence[int]) -> None:
+        """From now until `zero_vacated` is unset only the first `lengths[i]` tokens of slot i may be other
+        than 0."""
+        self.zero_vacated = True
+        self.divide(self.stride, lengths)
+
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one slot over another."""
+        """Copy the first `length` tokens of one slot over another, which leaves the source vacated."""
+        self.vacate(target)
         if length == 0:
             return
         for tensor in self.tensors:
             tensor.slots[target, :, :length].copy_(tensor.slots[source, :, :length])
+        self.vacate(source)
 
-    def zero(self) -> None:
-        """Needed after non-finite values were cached: masked positions still enter a product."""
-        for tensor in self.tensors:
-            tensor.slots.zero_()
+    def vacate(self, slot: int) -> None:
+        """Nobody owns the slot any more."""
+        if self.zero_vacated:
+            for tensor in self.tensors:
+                tensor.slots[slot].zero_()
 
     def release(self) -> None:
         for tensor in self.tensors:

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from radix_rl.engines.embedded.attention import ATTENTION_NAME, register_attention
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
+from radix_rl.engines.embedded.kv_slots import STRIDE_MULTIPLE
 from radix_rl.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ def load_model(
         tokenizer = tokenizer if tokenizer is not None else _tokenizer(config)
     elif config.dtype != "auto":
         _cast_parameters(model, getattr(torch, config.dtype))
-    model.to(torch.device(config.device))  # type: ignore[arg-type]
+    _move(model, config.device)
     model.eval()
     model.requires_grad_(False)
     text_config = model.config.get_text_config(decoder=True)
@@ -56,6 +58,14 @@ def load_model(
         end_token_ids=_end_token_ids(model, tokenizer),
         context_length=_context_length(config, text_config),
     )
+
+
+def _move(model: PreTrainedModel, device: str) -> None:
+    try:
+        model.to(torch.device(device))  # type: ignore[arg-type]
+    except (RuntimeError, AssertionError) as error:
+        # torch built without CUDA asserts.
+        raise ConfigurationError(f"device: the model cannot be moved to {device!r}: {error}") from error
 
 
 def _cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -85,12 +95,27 @@ def _from_path(config: EmbeddedEngineConfig) -> PreTrainedModel:
     if config.gguf_file:
         # Packed weights could neither be updated nor named as a trainer names them.
         kwargs = {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+    return load_checkpoint(path, _torch_dtype(config), **kwargs)
+
+
+def load_checkpoint(path: Path, dtype: torch.dtype | None, **kwargs: Any) -> PreTrainedModel:
+    """Through transformers; None: the dtype it was saved in. Raises ConfigurationError for a folder that
+    holds no whole model: transformers itself would fill missing weights with random numbers."""
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=_torch_dtype(config) or "auto", **kwargs)
-    except (OSError, ValueError, KeyError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or "auto", local_files_only=True, output_loading_info=True, **kwargs
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(
             f"model_path: transformers cannot load {str(path)!r} as a causal LM: {error}"
         ) from error
+    model, loading = loaded
+    if missing := sorted(loading["missing_keys"]):
+        listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ConfigurationError(
+            f"model_path: the checkpoint in {str(path)!r} lacks weights of {type(model).__name__}: {listed}"
+        )
+    return model
 
 
 def _tokenizer(config: EmbeddedEngineConfig) -> Any | None:
@@ -104,7 +129,12 @@ def _tokenizer(config: EmbeddedEngineConfig) -> Any | None:
         logger.info("%s holds no tokenizer: text and stop strings are not available", path)
         return None
     kwargs = {"gguf_file": config.gguf_file} if config.gguf_file and config.tokenizer_path is None else {}
-    return AutoTokenizer.from_pretrained(path, **kwargs)
+    try:
+        return AutoTokenizer.from_pretrained(path, **kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(
+            f"tokenizer_path: transformers cannot load a tokenizer from {str(path)!r}: {error}"
+        ) from error
 
 
 def _use_slot_attention(model: PreTrainedModel) -> None:
@@ -162,4 +192,6 @@ def _context_length(config: EmbeddedEngineConfig, text_config: Any) -> int:
                 f"context_length: expected at most the model's own {own}, got {config.context_length}"
             )
         return config.context_length
-    return min(own, config.kv_cache_tokens) if own is not None else config.kv_cache_tokens
+    # Slots are a multiple of STRIDE_MULTIPLE long: the rest of the cache can hold no request.
+    usable = config.kv_cache_tokens // STRIDE_MULTIPLE * STRIDE_MULTIPLE
+    return usable if own is None else min(own, usable)

@@ -1,9 +1,12 @@
 """From a finished sequence to its answer: replay rows go through the collector, inline or into the store."""
 
+import asyncio
+
 from radix_engine_plugins.collector import TokenOutputCollector
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_rl.engines.embedded.sequence import Sequence
 from radix_rl.types import GenerateOutput
+from radix_transfer_plugins import TokenOutputStash
 
 
 def collect_outputs(sequence: Sequence) -> TokenOutputCollector | None:
@@ -33,19 +36,28 @@ def collect_outputs(sequence: Sequence) -> TokenOutputCollector | None:
     return collector
 
 
+def _stash(sequence: Sequence) -> tuple[TokenOutputStash | None, dict[str, int]]:
+    """The outputs to deliver, and their start rows."""
+    collector = collect_outputs(sequence)
+    if collector is None:
+        return None, {}
+    return collector.to_stash(sequence.forwarded_tokens), collector.start_rows()
+
+
 async def build_output(sequence: Sequence, writer: OutputStoreWriter | None) -> GenerateOutput:
     """Stores the outputs first where the request asked for it. The caller owns the stored object; cancelling
     leaves none.
     """
     request = sequence.request
     assert sequence.finish_reason is not None
-    collector = collect_outputs(sequence)
-    outputs = None if collector is None else collector.to_stash(sequence.forwarded_tokens)
-    ref = None
-    if collector is not None and outputs is not None and request.return_outputs_via_store:
-        assert writer is not None
-        ref = (await writer.write(outputs, collector.start_rows())).to_builtins()
-        outputs = None
+    outputs, ref = None, None
+    if request.return_routed_experts or request.return_indexer_topk or request.return_sampling_mask:
+        # Long answers have tens of megabytes of rows: copying them would keep the event loop from the others.
+        outputs, start_rows = await asyncio.to_thread(_stash, sequence)
+        if outputs is not None and request.return_outputs_via_store:
+            assert writer is not None
+            ref = (await writer.write(outputs, start_rows)).to_builtins()
+            outputs = None
     return GenerateOutput(
         request_id=request.request_id,
         prompt_tokens=sequence.prompt_tokens,
@@ -54,6 +66,7 @@ async def build_output(sequence: Sequence, writer: OutputStoreWriter | None) -> 
         finish_reason=sequence.finish_reason,
         version_spans=tuple(sequence.version_spans),
         cached_tokens=sequence.cached_tokens,
+        num_retractions=sequence.num_retractions,
         outputs=outputs,
         routed_experts_start=request.routed_experts_start_len,
         output_store_ref=ref,

@@ -37,6 +37,7 @@ class Sequence:
     """Tokens whose keys and values lie in the slot."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache when the request was first admitted."""
+    num_retractions: int = 0
     version_spans: list[VersionSpan] = field(default_factory=list)
     """Closed spans; the last one is open until the weights change or the request ends."""
     cache_version: str | None = None

@@ -58,6 +58,7 @@ class SlotTable:
             self._move(self.num_decoding, slot)
             hole = self.num_decoding
         self._move(len(self.running) - 1, hole)
+        self._cache.vacate(len(self.running) - 1)
         self.running.pop()
 
     def _move(self, source: int, target: int) -> None:

@@ -44,6 +44,9 @@ class RequestLimits:
         if lowest < 0 or highest >= self._vocab_size:
             bad = lowest if lowest < 0 else highest
             raise RequestError(f"input_ids: expected ids in [0, {self._vocab_size}), got {bad}")
+        for token in request.sampling.stop_token_ids:
+            if not 0 <= token < self._vocab_size:
+                raise RequestError(f"stop_token_ids: expected ids in [0, {self._vocab_size}), got {token}")
         new = request.sampling.max_new_tokens
         if prompt + new > self._context_length:
             raise RequestError(

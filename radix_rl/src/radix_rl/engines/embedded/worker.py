@@ -33,6 +33,8 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
 
     def start(self) -> None:
+        # From here on nobody can cancel it: the thread sets it whether or not somebody still waits.
+        self.ready.set_running_or_notify_cancel()
         self._thread.start()
 
     def call(self, function: Callable[[EngineCore], _T]) -> Future[_T]:
