@@ -109,6 +109,16 @@ def test_bad_bodies_of_control_routes_are_a_400_that_names_it(shared_server, pat
     assert message in response.json()["error"]["message"]
 
 
+def test_dropping_the_weights_drops_the_update_of_them(server):
+    assert _post(server, "/begin_weight_update", weight_version="7").status_code == 200
+    assert _post(server, "/release_memory_occupation", tags=["kv_cache"]).status_code == 200
+    assert _post(server, "/begin_weight_update", weight_version="8").status_code == 409
+
+    assert _post(server, "/release_memory_occupation", tags=["weights"]).status_code == 200
+
+    assert _post(server, "/begin_weight_update", weight_version="8").status_code == 200
+
+
 def test_an_update_goes_begin_buckets_end(server):
     assert _post(server, "/begin_weight_update", weight_version="7").json()["success"] is True
     assert _send(server, _body(w=torch.ones(2, 3), b=torch.zeros(1))).json()["success"] is True
@@ -182,6 +192,9 @@ def test_a_checkpoint_from_disk_becomes_a_version(server, tmp_path):
 
     assert response.json()["success"] is True
     assert server.client.get("/model_info").json()["weight_version"] == "disk-1"
+    assert ("pause", "abort") not in server.engine.calls
+    assert ("pause", "retract") in server.engine.calls
+    assert server.engine.unpaused.is_set()
     received = {}
     for call in server.engine.calls:
         if call[0] == "update":
@@ -190,6 +203,23 @@ def test_a_checkpoint_from_disk_becomes_a_version(server, tmp_path):
     assert received.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(received[name], tensor)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(server, tmp_path):
+    config = Qwen3Config(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if "q_proj" not in name}
+    model.save_pretrained(tmp_path, state_dict=tensors)
+
+    response = _post(server, "/update_weights_from_disk", model_path=str(tmp_path))
+
+    assert response.status_code == 400
+    assert "q_proj" in response.json()["error"]["message"]
+    assert server.engine.version == "0"
+    assert _post(server, "/begin_weight_update", weight_version="8").status_code == 200
 
 
 def test_health_tells_whether_the_engine_can_generate(server):

@@ -79,7 +79,11 @@ async def flush_cache(request: Request) -> Response:
 @router.api_route("/release_memory_occupation", methods=["GET", "POST"])
 async def release_memory_occupation(request: Request) -> Response:
     body = await read_body(request, MemoryBody)
-    await state_of(request).engine.sleep(body.tags or ALL_TAGS)
+    state, tags = state_of(request), body.tags or ALL_TAGS
+    await state.engine.sleep(tags)
+    if "weights" in tags:
+        # Dropping the weights drops an update of them.
+        state.updating_to = None
     return json_response(None)
 
 

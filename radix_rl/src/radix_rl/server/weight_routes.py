@@ -5,6 +5,8 @@ pickle, which runs code of whoever sends it; it is refused.
 """
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radix_rl.errors import EngineStateError, RequestError, WeightUpdateError
+from radix_rl.errors import ConfigurationError, EngineStateError, RequestError, WeightUpdateError
 from radix_rl.server.body import read_body
 from radix_rl.server.errors import json_response
 from radix_rl.server.state import ServerState, state_of
@@ -143,11 +145,14 @@ async def update_weights_from_disk(request: Request) -> Response:
         raise EngineStateError(
             f"an update to version {state.updating_to!r} is in progress; end or abort it first"
         )
-    if body.abort_all_requests:
-        await state.engine.abort()
     version = body.weight_version or body.model_path
-    buckets = await asyncio.to_thread(_read_checkpoint, body.model_path)
-    await _update(state, version, buckets)
+    state.updating_to = version
+    try:
+        buckets = await asyncio.to_thread(_read_checkpoint, body.model_path)
+        async with _paused(state, abort=body.abort_all_requests, keep=body.keep_pause):
+            await _update(state, version, buckets)
+    finally:
+        state.updating_to = None
     return _success(f"version {version} loaded from {body.model_path}", num_paused_requests=0)
 
 
@@ -167,7 +172,6 @@ async def update_weight_version(request: Request) -> Response:
 
 
 async def _update(state: ServerState, version: str, buckets: list[WeightBucket]) -> None:
-    state.updating_to = version
     try:
         await state.engine.begin_weight_update(version)
         for bucket in buckets:
@@ -176,8 +180,24 @@ async def _update(state: ServerState, version: str, buckets: list[WeightBucket])
     except BaseException:
         await state.engine.abort_weight_update()
         raise
+
+
+@contextlib.asynccontextmanager
+async def _paused(state: ServerState, *, abort: bool, keep: bool) -> AsyncIterator[None]:
+    """Requests that run end with what they have, or are computed again under the new weights; a pause that
+    was there before stays."""
+    try:
+        await state.engine.pause("abort" if abort else "retract")
+    except EngineStateError:
+        if abort:
+            await state.engine.abort()
+        yield
+        return
+    try:
+        yield
     finally:
-        state.updating_to = None
+        if not keep:
+            await state.engine.resume()
 
 
 def _updating(state: ServerState) -> str:
@@ -190,12 +210,12 @@ def _updating(state: ServerState) -> str:
 
 def _read_checkpoint(path: str) -> list[WeightBucket]:
     """Through transformers, which turns a checkpoint's names into those of the model's parameters."""
-    from transformers import AutoModelForCausalLM
+    from radix_rl.engines.embedded.model_loader import load_checkpoint
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise RequestError(f"model_path: {path!r} cannot be loaded: {error}") from error
+        model = load_checkpoint(Path(path), None)
+    except ConfigurationError as error:
+        raise RequestError(str(error)) from error
     return list(
         pack_buckets(((name, tensor.data) for name, tensor in model.named_parameters()), _DISK_BUCKET_BYTES)
     )
