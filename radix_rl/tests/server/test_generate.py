@@ -1,3 +1,4 @@
+import asyncio
 import base64
 import json
 
@@ -226,3 +227,29 @@ def test_samples_with_one_seed_get_seeds_of_their_own():
 
     assert [item.request.sampling.seed for item in call.items] == [5, 6, 7]
     assert {item.request.sampling.max_new_tokens for item in call.items} == {9}
+
+
+async def test_a_client_that_reads_slowly_skips_partial_events(asgi_exchange):
+    engine = asgi_exchange.app.state.server.engine
+    body = json.dumps({"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 60}}).encode()
+    requests = [{"type": "http.request", "body": body, "more_body": False}]
+    sent = []
+
+    async def receive():
+        if requests:
+            return requests.pop()
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+        while engine.running:
+            await asyncio.sleep(0)
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
+    await asgi_exchange.app(scope, receive, send)
+
+    events = [part for part in b"".join(sent).split(b"\n\n") if part]
+    assert 3 < len(events) < 25
+    last = json.loads(events[-2].removeprefix(b"data: "))
+    assert len(last["output_ids"]) == 60
+    assert last["meta_info"]["finish_reason"]["type"] == "length"

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +24,10 @@ from radix_rl.types import GenerateOutput, PartialOutput
 
 logger = logging.getLogger(__name__)
 
-_Queue = asyncio.Queue[tuple[int, PartialOutput | GenerateOutput | None]]
-"""Item index and what its engine request showed; None: it ended with an exception."""
+_Shown = PartialOutput | GenerateOutput | None
+"""What an engine request showed; None: it ended with an exception."""
 
+_MAX_BEHIND = 16
 
 TRANSPORT = "radix_rl.transport"
 """Key of the ASGI scope under which a server may give the connection's asyncio transport."""
@@ -58,6 +60,28 @@ class Renderer(ABC):
 
 class _ClientGoneError(Exception):
     """The client left before it had its answer."""
+
+
+class _News:
+    """What the items showed and the client has not been sent, at most `_MAX_BEHIND` of each. A client that
+    reads slowly misses partial outputs, each of which holds all tokens so far, instead of having them pile
+    up in memory."""
+
+    def __init__(self) -> None:
+        self._order: asyncio.Queue[int] = asyncio.Queue()
+        self._shown: defaultdict[int, deque[_Shown]] = defaultdict(deque)
+
+    def put(self, index: int, shown: _Shown) -> None:
+        waiting = self._shown[index]
+        if len(waiting) == _MAX_BEHIND:
+            waiting[-1] = shown
+        else:
+            waiting.append(shown)
+            self._order.put_nowait(index)
+
+    async def get(self) -> tuple[int, _Shown]:
+        index = await self._order.get()
+        return index, self._shown[index].popleft()
 
 
 class Exchange(Response):
@@ -106,14 +130,12 @@ class Exchange(Response):
         await self._deliver(body, outputs, more_body=False)
 
     async def _send_stream(self) -> None:
-        queue: _Queue = asyncio.Queue()
-        tasks = [
-            asyncio.create_task(self._pump(index, item, queue)) for index, item in enumerate(self._items)
-        ]
+        news = _News()
+        tasks = [asyncio.create_task(self._pump(index, item, news)) for index, item in enumerate(self._items)]
         unfinished = len(tasks)
         try:
             while unfinished:
-                index, output = await self._or_gone(asyncio.ensure_future(queue.get()))
+                index, output = await self._or_gone(asyncio.ensure_future(news.get()))
                 if output is None:
                     # The pump ended with an exception, which this raises.
                     await tasks[index]
@@ -137,15 +159,15 @@ class Exchange(Response):
             self._take(output)
             return output
 
-    async def _pump(self, index: int, item: Item, queue: "_Queue") -> None:
+    async def _pump(self, index: int, item: Item, news: "_News") -> None:
         try:
             with self._state.registered(item.request.request_id):
                 async for output in self._state.engine.stream(item.request):
                     if isinstance(output, GenerateOutput):
                         self._take(output)
-                    queue.put_nowait((index, output))
+                    news.put(index, output)
         except BaseException:
-            queue.put_nowait((index, None))
+            news.put(index, None)
             raise
 
     def _take(self, output: GenerateOutput) -> None:
