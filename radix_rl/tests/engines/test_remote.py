@@ -371,3 +371,38 @@ async def test_a_probe_that_fails_once_does_not_end_a_request():
     watch = HealthWatch(probe, interval_s=0.01, max_failures=2)
     call = asyncio.create_task(asyncio.sleep(0.2, "done"))
     assert await watch.guard(call) == "done"
+
+
+async def test_a_pause_whose_answer_was_lost_is_undone():
+    paths: list[str] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        paths.append(request.url.path)
+        if request.url.path == "/pause_generation":
+            await asyncio.sleep(60)
+        return httpx.Response(200)
+
+    engine = RemoteEngine("http://server", RemoteSettings(), transport=httpx.MockTransport(answer))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(engine.pause(), 0.05)
+    await engine.resume()
+    await engine.close()
+
+    assert paths == ["/pause_generation", "/continue_generation"]
+
+
+async def test_a_pause_that_was_refused_is_not_undone():
+    """It is somebody else's."""
+    paths: list[str] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        paths.append(request.url.path)
+        return httpx.Response(409, json={"error": {"message": "paused already"}})
+
+    engine = RemoteEngine("http://server", RemoteSettings(), transport=httpx.MockTransport(answer))
+    with pytest.raises(EngineStateError):
+        await engine.pause()
+    await engine.resume()
+    await engine.close()
+
+    assert paths == ["/pause_generation"]

@@ -14,7 +14,13 @@ from radix_rl.engines.health_watch import HealthWatch
 from radix_rl.engines.http_client import HttpClient
 from radix_rl.engines.retry import RetryPolicy, with_retries
 from radix_rl.engines.sglang_api import TokenShapes, generate_body, parse_answer
-from radix_rl.errors import ConfigurationError, EngineDeadError, EngineError
+from radix_rl.errors import (
+    ConfigurationError,
+    EngineDeadError,
+    EngineError,
+    EngineStateError,
+    RequestError,
+)
 from radix_rl.types import GenerateOutput, GenerateRequest
 from radix_rl.weights.bucket import WeightBucket
 from radix_rl.weights.wire import CONTENT_TYPE, encode_bucket
@@ -153,8 +159,13 @@ class RemoteEngine(Engine):
         await self._http.post("/abort_request", body, admin=True)
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        await self._http.post("/pause_generation", {"mode": mode}, admin=True)
-        self._is_paused = True
+        # An answer that is lost or not waited for may be that of a pause: `resume` must undo it.
+        was_paused, self._is_paused = self._is_paused, True
+        try:
+            await self._http.post("/pause_generation", {"mode": mode}, admin=True)
+        except (RequestError, EngineStateError, ConfigurationError):
+            self._is_paused = was_paused
+            raise
 
     async def resume(self) -> None:
         if self._is_paused:
