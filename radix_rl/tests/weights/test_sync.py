@@ -81,6 +81,23 @@ async def test_a_cancelled_update_is_dropped_everywhere(fleet, named_tensors):
     assert {(engine.version, engine.paused, engine.staged) for engine in fleet} == {("0", False, None)}
 
 
+async def test_an_update_cancelled_at_its_commit_is_committed_everywhere(fleet, named_tensors):
+    commit = fleet[2].commit_weight_update
+
+    async def slowly(version):
+        await asyncio.sleep(0.1)
+        await commit(version)
+
+    fleet[2].commit_weight_update = slowly
+    task = asyncio.create_task(synchronizer(fleet).sync(1, named_tensors))
+    while fleet[0].version == "0":
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert {(engine.version, engine.paused, engine.staged) for engine in fleet} == {("1", False, None)}
+
+
 async def test_an_engine_that_cannot_commit_gives_its_weights_up(fleet, named_tensors):
     fleet[1].fails_at = "commit"
     with pytest.raises(WeightUpdateError, match="1 of 3 engines could not commit weight version 1"):

@@ -56,6 +56,25 @@ def test_every_flipped_byte_is_refused_or_changes_only_the_description(bucket):
             decode_bucket(broken)
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (b'"shape":[0,4]', b'"shape":[0,99999999999999999999999]'),
+        (b'"dtype":"int64"', b'"dtype":"nothing"'),
+        (b'"tensors":[', b'"tensors":[' + b"[" * 100_000),
+    ],
+    ids=["size", "dtype", "deep"],
+)
+def test_a_header_that_describes_no_tensor_is_refused(bucket, ours, theirs):
+    body = encode_bucket(bucket)
+    header_bytes = int.from_bytes(body[8:16], "little")
+    header = body[16 : 16 + header_bytes].replace(ours, theirs)
+    broken = body[:8] + len(header).to_bytes(8, "little") + header + body[16 + header_bytes :]
+    assert broken != body
+    with pytest.raises(ValueError, match=r"weight bucket|unknown tensor dtype"):
+        decode_bucket(broken)
+
+
 def test_a_header_that_describes_bytes_outside_the_buffer_is_refused(bucket):
     body = encode_bucket(bucket)
     broken = body.replace(b'"start_byte":0,"end_byte":24', b'"start_byte":8,"end_byte":99')

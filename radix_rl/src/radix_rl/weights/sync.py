@@ -69,7 +69,15 @@ class WeightSynchronizer:
             await asyncio.shield(_clean_up(self._engines, "abort_weight_update", _abort))
             raise
         started = time.perf_counter()
-        await self._commit(version)
+        commit = asyncio.ensure_future(self._commit(version))
+        try:
+            await asyncio.shield(commit)
+        except asyncio.CancelledError:
+            # Some engines may have committed: a cancelled trainer must not leave the others behind.
+            await asyncio.wait([commit])
+            if (error := commit.exception()) is not None:
+                logger.warning("commit of weight version %s, whose caller is gone: %s", version, error)
+            raise
         return metrics | {"weights/commit_s": time.perf_counter() - started}
 
     async def _send(self, buckets: Iterator[WeightBucket]) -> dict[str, float]:

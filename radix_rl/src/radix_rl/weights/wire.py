@@ -62,7 +62,7 @@ def decode_bucket(body: bytes | bytearray | memoryview) -> WeightBucket:
     end = _FIXED_BYTES + header_bytes
     try:
         header = msgspec.json.decode(data[_FIXED_BYTES:end], type=_Header)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"weight bucket: malformed header: {error}") from error
     payload = data[end:]
     if len(payload) != header.buffer_bytes:
@@ -76,4 +76,11 @@ def decode_bucket(body: bytes | bytearray | memoryview) -> WeightBucket:
         raise ValueError("weight bucket: a tensor name comes twice")
     buffer = torch.empty(len(payload), dtype=torch.uint8)
     buffer.numpy()[:] = np.frombuffer(payload, np.uint8)
-    return WeightBucket(specs=header.tensors, buffer=buffer)
+    bucket = WeightBucket(specs=header.tensors, buffer=buffer)
+    try:
+        # Sizes that overflow and dtypes without plain elements show only here.
+        for _ in bucket.tensors():
+            pass
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ValueError(f"weight bucket: a tensor of the header cannot be viewed: {error}") from error
+    return bucket
