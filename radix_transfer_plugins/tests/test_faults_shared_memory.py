@@ -1,6 +1,7 @@
 """Processes killed at every stage, races and full stores: whole data or a typed error, and nothing left."""
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -151,6 +152,27 @@ def test_a_writer_killed_while_it_holds_the_lock_blocks_nobody(connect: Connect)
     began = time.monotonic()
     backend.put_batch([("a", b"x")])
     assert time.monotonic() - began < 5
+
+
+def test_a_process_killed_while_it_cleans_up_after_another_leaves_the_accounting_exact(
+    connect: Connect,
+) -> None:
+    backend = connect()
+
+    def reserve_and_die() -> None:
+        connect()._space.reserve(space.Claim(), 500, None, recount=False)
+        die()
+
+    def clean_up_and_die() -> None:
+        space.Space._recount = die
+        connect()
+
+    for action in (reserve_and_die, clean_up_and_die):
+        child = FORK.Process(target=action)
+        child.start()
+        child.join(20)
+        assert child.exitcode == -signal.SIGKILL
+    assert backend.stats().used_bytes == 0
 
 
 def test_a_child_that_outlives_its_killed_parent_keeps_neither_the_lock_nor_the_room(
@@ -314,6 +336,28 @@ def test_a_flipped_byte_is_a_corrupt_object(connect: Connect, directory: Path) -
         pass
     store.delete_many([ref])
     assert list(store.list_objects()) == []
+
+
+def test_a_stash_above_4_gib_goes_through_the_store_and_reading_it_takes_its_data_only(
+    connect: Connect,
+) -> None:
+    class Rows(msgspec.Struct):
+        rows: np.ndarray
+
+    store = OutputStore(connect())
+    rows = np.zeros(((5 << 20) + 1, 1024), np.uint8)
+    marks = {(0, 0): 1, ((4 << 20) - 1, 1023): 2, (4 << 20, 0): 3, (5 << 20, 1023): 4}
+    for position, mark in marks.items():
+        rows[position] = mark
+    (ref,) = store.put_many([Rows(rows)])
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    part_of = (ref, ["rows"], {"rows": ((4 << 20) - 1, (4 << 20) + 1)})
+    with store.get_many([(ref, ["rows"]), part_of], stash_type=Rows) as (whole, part):
+        assert whole.rows.shape == rows.shape
+        assert {position: whole.rows[position] for position in marks} == marks
+        assert np.array_equal(np.flatnonzero(part.rows), [1023, 1024])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - largest < 64 << 10  # KiB
+    store.delete_many([ref])
 
 
 def test_fields_above_4_gib_keep_their_length_and_bytes(connect: Connect) -> None:

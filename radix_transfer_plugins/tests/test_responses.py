@@ -42,3 +42,11 @@ def test_a_response_without_refs_has_none(refs) -> None:
 def test_a_malformed_ref_is_an_error_not_an_absent_one(refs) -> None:
     with pytest.raises(RefError):
         find_refs({"meta_info": {"output_store_ref": {"version": 1}}})
+
+
+def test_nesting_beyond_the_recursion_limit_is_a_ref_error() -> None:
+    response = []
+    for _ in range(5000):
+        response = {"choices": [response]}
+    with pytest.raises(RefError, match="nested"):
+        find_refs(response)

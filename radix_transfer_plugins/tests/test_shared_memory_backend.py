@@ -114,7 +114,8 @@ def test_symbolic_links_are_not_followed(connect: Connect, directory: Path, tmp_
         backend.get_batch(["a"])
     with pytest.raises((KeyExistsError, CorruptObjectError)):
         backend.put_batch([("a", b"x")])
-    # Counting anew is not stopped by it either.
+    # Neither listing nor counting anew is stopped by it.
+    assert list(backend.list("")) == []
     (directory / "usage").unlink()
     assert connect().stats() == BackendStats(0, 0, None)
     backend.delete_batch(["a"])

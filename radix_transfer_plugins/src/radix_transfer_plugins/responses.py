@@ -4,6 +4,7 @@ answered."""
 from collections.abc import Iterator
 from typing import Any
 
+from radix_transfer_plugins.errors import RefError
 from radix_transfer_plugins.ref import StoreRef
 
 REF_KEY = "output_store_ref"
@@ -16,7 +17,13 @@ def find_refs(response: Any) -> list[StoreRef]:
     routes of SGLang and vLLM), and at the top. Responses are what JSON decodes to. Raises RefError for a
     reference that is malformed.
     """
-    return [StoreRef.from_builtins(ref) for ref in _plain_refs(response)]
+    try:
+        plain = list(_plain_refs(response))
+    except RecursionError as error:
+        raise RefError(
+            "the response is nested deeper than any engine's; no reference is looked for"
+        ) from error
+    return [StoreRef.from_builtins(ref) for ref in plain]
 
 
 def _plain_refs(item: Any) -> Iterator[Any]:

@@ -132,7 +132,10 @@ class SharedMemoryBackend(Backend):
         for name in os.listdir(space.objects):
             if not name.startswith((name_prefix, "h-")):
                 continue
-            file = self._open_name(name)
+            try:
+                file = self._open_name(name)
+            except CorruptObjectError:  # A symbolic link; it must not keep the others from being listed.
+                continue
             if file is None:
                 continue
             try:
