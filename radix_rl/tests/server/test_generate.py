@@ -1,5 +1,6 @@
 import asyncio
 import base64
+import gc
 import json
 
 import numpy as np
@@ -253,3 +254,31 @@ async def test_a_client_that_reads_slowly_skips_partial_events(asgi_exchange):
     last = json.loads(events[-2].removeprefix(b"data: "))
     assert len(last["output_ids"]) == 60
     assert last["meta_info"]["finish_reason"]["type"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_is_no_error_in_the_log(asgi_exchange, stream):
+    engine = asgi_exchange.app.state.server.engine
+    engine.step_s = 0.01
+    body = json.dumps({"text": ["a", "b"], "stream": stream, "sampling_params": {"max_new_tokens": 60}})
+    requests = [{"type": "http.request", "body": body.encode(), "more_body": False}]
+    errors = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: errors.append(context))
+
+    async def receive():
+        if requests:
+            return requests.pop()
+        while len(engine.running) < 2:
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
+    await asgi_exchange.app(scope, receive, send)
+    gc.collect()
+    await asyncio.sleep(0)
+
+    assert errors == []
+    assert not engine.running

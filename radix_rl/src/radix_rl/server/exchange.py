@@ -121,7 +121,7 @@ class Exchange(Response):
     async def _send_answer(self) -> None:
         tasks = [asyncio.create_task(self._generate(item)) for item in self._items]
         try:
-            await self._or_gone(asyncio.gather(*tasks))
+            await self._or_gone(asyncio.ensure_future(_all(tasks)))
         finally:
             await _cancel(tasks)
         outputs = [task.result() for task in tasks]
@@ -235,6 +235,14 @@ async def _until_disconnected(receive: Receive) -> None:
     """The body was read already, so the next message is the client's leaving or the end of the response."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _all(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+    """Wait for every task; raises the first error. Unlike those of `gather`, an end that nobody waits for is
+    no error in the log."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    for task in done:
+        task.result()
 
 
 async def _cancel(tasks: Sequence["asyncio.Task[Any]"]) -> None:
