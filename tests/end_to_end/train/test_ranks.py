@@ -1,5 +1,6 @@
 """Several ranks train like one."""
 
+import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -30,3 +31,26 @@ def test_two_ranks_take_the_same_steps_as_one(make_config, environment, tmp_path
     for (name, expected), found in zip(one_model.named_parameters(), two_model.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-4, msg=name)
     assert two_model.config.architectures == ["Qwen3MoeForCausalLM"]
+
+
+def test_ranks_with_different_numbers_of_microbatches_train_like_one(make_config, environment, tmp_path):
+    class OneLongPrompt(type(environment)):
+        def train_problem(self, index):
+            problem = super().train_problem(index)
+            length = 4 if index % 4 else 50
+            return msgspec.structs.replace(problem, prompt_ids=(problem.prompt_ids * 20)[:length])
+
+    results = []
+    for num_ranks in (1, 2):
+        config = make_config(
+            output_dir=str(tmp_path / f"ranks-{num_ranks}"),
+            rollout={"prompts_per_step": 4, "samples_per_prompt": 1},
+            algorithm={"advantage": "reinforce_pp"},
+            # Every sample is a microbatch: the long one on one rank, the three short ones on the other.
+            train={"num_ranks": num_ranks, "microbatch_tokens": 1},
+        )
+        results.append(run(config, OneLongPrompt()))
+    (one, _, _), (two, _, outcome) = results
+    assert outcome.objects_left == 0
+    for name in ("train/tokens", "train/loss", "train/grad_norm", "replay/router_disagreement"):
+        assert abs(one[0][name] - two[0][name]) <= 1e-4 * max(1, abs(one[0][name])), name

@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -100,9 +101,8 @@ class DistributedTrainer:
     ) -> dict[str, float]:
         shares: list[list[list[SampleTask]]] = [[] for _ in range(self._size)]
         for minibatch in minibatches:
-            assigned = assign_to_ranks([len(task.sample.tokens) for task in minibatch], self._size)
-            for share, positions in zip(shares, assigned, strict=True):
-                share.append([minibatch[position] for position in positions])
+            for share, tasks in zip(shares, share_out(minibatch, self._size), strict=True):
+                share.append(tasks)
         self._tell(
             *(("step", [_encode(tasks) for tasks in share], measure_without_replay) for share in shares[1:])
         )
@@ -171,6 +171,21 @@ class DistributedTrainer:
             report = _receive(pipe, COLLECTIVE_TIMEOUT.total_seconds())
             if report is not None:
                 raise TrainingError(f"{child.name} failed:\n{report}")
+
+
+def share_out(minibatch: Sequence[SampleTask], num_ranks: int) -> list[list[SampleTask]]:
+    """Each rank's tasks. A rank that would have none gets one that counts for nothing: sharded models run in
+    step, and dynamic sampling may leave fewer samples than ranks."""
+    assigned = assign_to_ranks([len(task.sample.tokens) for task in minibatch], num_ranks)
+    return [
+        [minibatch[position] for position in positions] or [_without_weight(minibatch[0])]
+        for positions in assigned
+    ]
+
+
+def _without_weight(task: SampleTask) -> SampleTask:
+    masked = msgspec.structs.replace(task.sample, loss_mask=[0] * len(task.sample.loss_mask))
+    return SampleTask(sample=masked, advantage=0.0, loss_scale=0.0)
 
 
 def shard_model(model: PreTrainedModel, device: str, num_ranks: int) -> None:

@@ -184,11 +184,14 @@ class PolicyWorker:
             [samples[position] for position in positions]
             for positions in split_microbatches(samples, self.config.train.microbatch_tokens)
         ]
+        # Before the first forward pass: a rank with fewer groups would ask while others gather parameters.
+        needed = int(self.ranks.max({"groups": float(len(groups))})["groups"])
         for group in groups:
             yield group, collate(group, self._device)
-        needed = int(self.ranks.max({"groups": float(len(groups))})["groups"])
         for _ in range(needed - len(groups)):
             batch = collate(groups[-1][:1], self._device)
+            # A sample of one token: none of its rows counts as replayed.
+            batch.lengths_b.fill_(1)
             batch.loss_mask_bt.zero_()
             batch.loss_scale_bt.zero_()
             yield [], batch
