@@ -18,6 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from radix_rl.errors import ConfigurationError, RadixError
+from radix_transfer_plugins.errors import OutputStoreError
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = Path(__file__).with_name("config.toml")
 
@@ -39,10 +42,20 @@ SUMMARY_KEYS = (
 
 
 def main(overrides: Sequence[str]) -> int:
+    try:
+        return run_demo(overrides)
+    except (RadixError, OutputStoreError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigurationError) else 1
+
+
+def run_demo(overrides: Sequence[str]) -> int:
+    """0 if every claim holds, else 1. Raises RadixError, OutputStoreError."""
     started = time.perf_counter()
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     console = Console(stderr=True)
-    # A model this small gains little from a second thread, and loses much when another process wants the core.
+    # A model this small gains little from a second thread, and loses much when another process wants the
+    # core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     console.print("Loading PyTorch and transformers ...")
     from transformers.utils.logging import disable_progress_bar
@@ -54,7 +67,7 @@ def main(overrides: Sequence[str]) -> int:
 
     config = load_config(CONFIG, [f"output_dir={ROOT / 'runs/demo'}", *overrides])
     folder = config.output_dir
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_earlier_demo(folder)
     model_path = folder / "warm-start"
     config = load_config(CONFIG, [f"output_dir={folder}", *overrides, f"model.path={model_path}"])
 
@@ -67,9 +80,22 @@ def main(overrides: Sequence[str]) -> int:
     )
     run_training(config)
     measured = read_summary(folder) | {"seconds": time.perf_counter() - started}
+    if missing := [key for key in SUMMARY_KEYS if key not in measured]:
+        raise ConfigurationError(f"the overrides left these figures unmeasured: {', '.join(missing)}")
     summary = {key: measured[key] for key in SUMMARY_KEYS} | {"report": str(folder / "report.html")}
     write_summary(folder, summary)
     return show_results(summary)
+
+
+def remove_earlier_demo(folder: Path) -> None:
+    """Raises ConfigurationError for a folder that holds something else."""
+    if not folder.exists():
+        return
+    if any(folder.iterdir()) and not (folder / "warm-start").is_dir():
+        raise ConfigurationError(
+            f"output_dir: {str(folder)!r} holds no earlier demo and is not removed; name another directory"
+        )
+    shutil.rmtree(folder)
 
 
 @contextmanager

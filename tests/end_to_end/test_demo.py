@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from radix_rl.config import load_config
+from radix_rl.errors import ConfigurationError
 from radix_rl.rollout.environments.arithmetic import ArithmeticEnvironment, Sum, final_number, is_held_out
 
 DEMO = Path(__file__).resolve().parents[2] / "examples/demo"
@@ -120,3 +121,21 @@ def test_good_figures_pass(demo, capsys):
 )
 def test_a_claim_that_fails_fails_the_demo(demo, name, value):
     assert demo["run"].show_results(GOOD | {name: value}) == 1
+
+
+def test_only_an_earlier_demo_is_removed(demo, tmp_path):
+    precious = tmp_path / "thesis.txt"
+    precious.write_text("all of it")
+    with pytest.raises(ConfigurationError, match="holds no earlier demo and is not removed"):
+        demo["run"].remove_earlier_demo(tmp_path)
+    assert precious.exists()
+    earlier = tmp_path / "earlier"
+    (earlier / "warm-start").mkdir(parents=True)
+    demo["run"].remove_earlier_demo(earlier)
+    assert not earlier.exists()
+    demo["run"].remove_earlier_demo(earlier)
+
+
+def test_a_mistaken_override_is_one_message(demo, capsys):
+    assert demo["run"].main(["train.stepz=1"]) == 2
+    assert "train.stepz: unknown setting" in capsys.readouterr().err
