@@ -5,7 +5,9 @@ import mmap
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -285,6 +287,34 @@ def test_a_put_that_waits_for_room_counts_the_objects_once(
     with pytest.raises(StoreFullError):
         backend.put_batch([("b", b"x")])
     assert len(counted) == 1
+
+
+def test_closing_waits_for_a_put_that_runs_and_ends_one_that_waits(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, other = connect(capacity_bytes=10, wait_s=30), connect()
+    writing, go_on = threading.Event(), threading.Event()
+    write = os.writev
+
+    def slow(file: int, parts: list[bytes]) -> int:
+        writing.set()
+        assert go_on.wait(20)
+        return write(file, parts)
+
+    monkeypatch.setattr(os, "writev", slow)
+    with ThreadPoolExecutor(3) as pool:
+        runs = pool.submit(backend.put_batch, [("a", bytes(10))])
+        assert writing.wait(20)
+        waits = pool.submit(backend.put_batch, [("b", bytes(10))])
+        closed = pool.submit(backend.close)
+        with pytest.raises(StoreUnavailableError, match="closed"):
+            waits.result(20)
+        assert not closed.done()
+        go_on.set()
+        runs.result(20)
+        closed.result(20)
+    assert [info.key for info in other.list("")] == ["a"]
+    assert other.stats().used_bytes == 10
 
 
 def test_a_directory_removed_under_the_store_is_a_typed_error(connect: Connect, directory: Path) -> None:

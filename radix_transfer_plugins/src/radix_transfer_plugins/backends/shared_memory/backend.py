@@ -1,5 +1,6 @@
 """`SharedMemoryBackend`: objects as files in a tmpfs, read through mappings."""
 
+import contextlib
 import errno
 import mmap
 import os
@@ -34,6 +35,7 @@ _MAX_POPULATED_BYTES = 1 << 26
 _MIN_SPARSE_BYTES = 1 << 28
 _SPARSE_BLOCK_BYTES = 1 << 20
 _KEYS_PER_LOCK = 256
+_CLOSE_TIMEOUT_S = 60.0
 
 
 class SharedMemoryBackend(Backend):
@@ -51,6 +53,8 @@ class SharedMemoryBackend(Backend):
         self.key_prefix = config.key_prefix
         self._attach_lock = threading.Lock()
         self._closed = False
+        self._calls: set[tuple[int, object]] = set()
+        """Calls under way, with their process: a forked child inherits those of its parent's threads."""
         self._attached = (os.getpid(), Space(config.path))
 
     @classmethod
@@ -62,14 +66,26 @@ class SharedMemoryBackend(Backend):
         pid, space = self._attached
         if self._closed:
             raise StoreUnavailableError("shared_memory: this backend was closed; create a new one")
-        if (
-            pid != os.getpid()
-        ):  # Locks and reservations belong to a process, so a forked child attaches itself.
+        # Locks and reservations belong to a process, so a forked child attaches itself.
+        if pid != os.getpid():
             with self._attach_lock:
+                if self._closed:
+                    raise StoreUnavailableError("shared_memory: this backend was closed; create a new one")
                 if self._attached[0] != os.getpid():
                     self._attached = (os.getpid(), Space(self.config.path))
                 space = self._attached[1]
         return space
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[Space]:
+        """The space, whose descriptors `close` leaves alone inside the block."""
+        call = (os.getpid(), object())
+        # Before it is asked whether the backend is closed, while `close` first says so and then looks here.
+        self._calls.add(call)
+        try:
+            yield self._space
+        finally:
+            self._calls.discard(call)
 
     def put_batch(self, items: Sequence[tuple[str, Buffer]]) -> None:
         values = [(key, byte_view(value)) for key, value in items]
@@ -123,13 +139,15 @@ class SharedMemoryBackend(Backend):
 
     def delete_batch(self, keys: Sequence[str]) -> None:
         for first in range(0, len(keys), _KEYS_PER_LOCK):
-            self._space.remove(keys[first : first + _KEYS_PER_LOCK])
+            with self._using() as space:
+                space.remove(keys[first : first + _KEYS_PER_LOCK])
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        space = self._space
-        space.reclaim()
+        with self._using() as space:
+            space.reclaim()
+            names = os.listdir(space.objects)
         name_prefix = layout.name_prefix(prefix)
-        for name in os.listdir(space.objects):
+        for name in names:
             if not name.startswith((name_prefix, "h-")):
                 continue
             try:
@@ -146,25 +164,39 @@ class SharedMemoryBackend(Backend):
                 yield info
 
     def stats(self) -> BackendStats:
-        space = self._space
-        space.settle()
-        usage = space.usage
+        with self._using() as space:
+            space.settle()
+            usage = space.usage
         return BackendStats(usage.objects, usage.used_bytes, self.config.capacity_bytes)
 
     def close(self) -> None:
+        """Waits for running calls; those that wait for room give up."""
         with self._attach_lock:
-            if not self._closed:
-                self._closed = True
-                self._attached[1].close()
+            if self._closed:
+                return
+            self._closed = True
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        while any(pid == os.getpid() for pid, _ in tuple(self._calls)):
+            if time.monotonic() > deadline:
+                raise StoreUnavailableError(
+                    "shared_memory: calls still run in other threads; the backend was not closed"
+                )
+            time.sleep(0.001)
+        self._attached[1].close()
 
     def _try_put(self, values: Sequence[tuple[str, memoryview]], num_bytes: int, *, recount: bool) -> bool:
         """False: no room now, and nothing of the attempt holds memory."""
-        space = self._space
+        with self._using() as space:
+            return self._write_and_publish(space, values, num_bytes, recount)
+
+    def _write_and_publish(
+        self, space: Space, values: Sequence[tuple[str, memoryview]], num_bytes: int, recount: bool
+    ) -> bool:
         claim = Claim()
         drafts: list[Draft] = []
         try:
             # Asked first: filling a tmpfs to its last page takes memory that the whole machine shares.
-            if num_bytes > self._free_bytes() or not space.reserve(
+            if num_bytes > _free_bytes(space) or not space.reserve(
                 claim, num_bytes, self.config.capacity_bytes, recount=recount
             ):
                 return False
@@ -194,11 +226,12 @@ class SharedMemoryBackend(Backend):
         return True
 
     def _require_absent(self, key: str) -> None:
-        try:
-            os.stat(layout.object_name(key), dir_fd=self._space.objects, follow_symlinks=False)
-        except FileNotFoundError:
-            return
-        self._space.settle()  # What a killed writer left of a batch is no object.
+        with self._using() as space:
+            try:
+                os.stat(layout.object_name(key), dir_fd=space.objects, follow_symlinks=False)
+            except FileNotFoundError:
+                return
+            space.settle()  # What a killed writer left of a batch is no object.
         if (file := self._open(key)) is not None:
             os.close(file)
             raise KeyExistsError(f"shared_memory: key {key!r} is taken; a put never overwrites")
@@ -208,36 +241,14 @@ class SharedMemoryBackend(Backend):
 
     def _open_name(self, name: str) -> int | None:
         """A descriptor of a visible object that the caller closes, or None."""
-        for _ in range(2):
-            try:
-                file = os.open(name, os.O_RDONLY | PRIVATE_FLAGS, dir_fd=self._space.objects)
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                if error.errno == errno.ELOOP:
-                    raise CorruptObjectError(
-                        f"shared_memory: {name!r} is a symbolic link, not an object"
-                    ) from error
-                raise StoreUnavailableError(
-                    f"shared_memory: cannot open {name!r}: {error.strerror}; every view of "
-                    f"{_MIN_MAPPED_BYTES} bytes and "
-                    "more holds a descriptor: release views earlier, or raise `ulimit -n`"
-                ) from error
-            visibility = os.pread(file, 8, layout.VISIBILITY_OFFSET)
-            if visibility != layout.PENDING.to_bytes(8, "little"):
-                return file
-            os.close(file)
-            self._space.settle()
-        return None
-
-    def _free_bytes(self) -> int:
-        disk = os.fstatvfs(self._space.objects)
-        return disk.f_bavail * disk.f_frsize
+        with self._using() as space:
+            return _open_visible(space, name)
 
     def _full(self, num_bytes: int) -> StoreFullError:
-        usage = self._space.usage
-        disk = os.statvfs(self.config.path)
-        free_on_disk = self._free_bytes()
+        with self._using() as space:
+            usage = space.usage
+            disk = os.fstatvfs(space.objects)
+            free_on_disk = _free_bytes(space)
         capacity = self.config.capacity_bytes
         if capacity is None:
             free, limit = free_on_disk, f"tmpfs of {disk.f_blocks * disk.f_frsize} bytes"
@@ -250,6 +261,35 @@ class SharedMemoryBackend(Backend):
             "gc, or raise the "
             "limit"
         )
+
+
+def _open_visible(space: Space, name: str) -> int | None:
+    for _ in range(2):
+        try:
+            file = os.open(name, os.O_RDONLY | PRIVATE_FLAGS, dir_fd=space.objects)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise CorruptObjectError(
+                    f"shared_memory: {name!r} is a symbolic link, not an object"
+                ) from error
+            raise StoreUnavailableError(
+                f"shared_memory: cannot open {name!r}: {error.strerror}; every view of "
+                f"{_MIN_MAPPED_BYTES} bytes and "
+                "more holds a descriptor: release views earlier, or raise `ulimit -n`"
+            ) from error
+        visibility = os.pread(file, 8, layout.VISIBILITY_OFFSET)
+        if visibility != layout.PENDING.to_bytes(8, "little"):
+            return file
+        os.close(file)
+        space.settle()
+    return None
+
+
+def _free_bytes(space: Space) -> int:
+    disk = os.fstatvfs(space.objects)
+    return disk.f_bavail * disk.f_frsize
 
 
 def _lost(keys: Sequence[str]) -> ObjectLostError:
