@@ -3,7 +3,7 @@
 # make check  format, lint and types
 # make gsm8k DATA=DIR   a few steps on real GSM8K with a real 135M model and Mooncake
 # make bench  benchmarks against their bars
-# make test-engines   the real SGLang and vLLM, in environments of their own
+# make bench-engines, make test-engines   the real SGLang and vLLM, in environments of their own
 #
 # Each target sets up what it needs in .venv and is quick when nothing changed. PYTHON chooses the interpreter (>= 3.11);
 # PIP_ARGS is passed to pip, for example to name an index with CPU builds of torch.
@@ -16,7 +16,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 PACKAGES := radix_transfer_plugins radix_engine_plugins radix_rl
 PROJECTS := $(addsuffix /pyproject.toml,$(PACKAGES))
 
-.PHONY: demo test check gsm8k bench test-engines install install-dev clean
+.PHONY: demo test check gsm8k bench bench-engines test-engines install install-dev clean
 
 demo: install
 	$(BIN)/python examples/demo/run.py
@@ -34,6 +34,9 @@ gsm8k: install $(VENV)/.installed-smollm2
 
 bench: install-dev
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+bench-engines: install-dev
+	$(BIN)/python -m benchmarks --engines $(BENCH_ARGS)
 
 test-engines: install-dev
 	$(BIN)/python -m pytest tests/engines -m engines $(PYTEST_ARGS)

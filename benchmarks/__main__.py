@@ -12,22 +12,24 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.machine import describe
-from benchmarks.registry import BENCHMARKS
+from benchmarks.registry import BENCHMARKS, ENGINE_BENCHMARKS
 from benchmarks.result import Result
 
 RESULTS = Path(__file__).parent / "results"
+MODULES = BENCHMARKS | ENGINE_BENCHMARKS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "--only", action="append", choices=sorted(BENCHMARKS), metavar="NAME", help=", ".join(BENCHMARKS)
+        "--only", action="append", choices=sorted(MODULES), metavar="NAME", help=", ".join(MODULES)
     )
+    parser.add_argument("--engines", action="store_true", help="run those against real SGLang and vLLM")
     parser.add_argument("--child", help=argparse.SUPPRESS, metavar="FILE")
     arguments = parser.parse_args()
-    names = arguments.only or list(BENCHMARKS)
+    names = arguments.only or list(ENGINE_BENCHMARKS if arguments.engines else BENCHMARKS)
     if arguments.child:
-        results = importlib.import_module(BENCHMARKS[names[0]]).run()
+        results = importlib.import_module(MODULES[names[0]]).run()
         Path(arguments.child).write_bytes(msgspec.json.encode(results))
         return 0
     machine = describe()
@@ -45,8 +47,11 @@ def main() -> int:
             print(_row(result), flush=True)
     if arguments.only is None:
         RESULTS.mkdir(exist_ok=True)
+        prefix = "engines-" if arguments.engines else ""
         for file, content in (("latest.json", results), ("machine.json", machine)):
-            (RESULTS / file).write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+            (RESULTS / f"{prefix}{file}").write_bytes(
+                msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+            )
     short = [result.name for result in results if not result.holds]
     for name in short:
         print(f"falls short: {name}")

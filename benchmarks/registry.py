@@ -9,6 +9,10 @@ BENCHMARKS = {
     "small_objects": "benchmarks.store.small_objects",
     "ray_object_store": "benchmarks.store.ray_object_store",
     "embedded_speed": "benchmarks.engines.embedded_speed",
+}
+
+ENGINE_BENCHMARKS = {
     "sglang_store": "benchmarks.engines.sglang_store",
     "vllm_store": "benchmarks.engines.vllm_store",
 }
+"""Against real engines, in the environments that `make test-engines` builds."""
