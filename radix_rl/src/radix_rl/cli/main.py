@@ -2,6 +2,7 @@
 exits with 1."""
 
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -53,6 +54,8 @@ def train(
     from radix_rl.cli.train import run_training
     from radix_rl.config import load_config
 
+    # A scheduler's SIGTERM takes the run down as Ctrl-C does: what it stored is deleted.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     run_training(load_config(config, overrides or []))
 
 

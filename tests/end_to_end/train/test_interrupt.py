@@ -1,0 +1,60 @@
+"""A run that is told to stop deletes what it stored."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from radix_transfer_plugins import OutputStore, create_backend
+
+RADIX_RL = [sys.executable, "-c", "from radix_rl.cli.main import main; main()"]
+PREFIX = "interrupt/output-store"
+
+CONFIG = """
+output_dir = "{folder}/run"
+[model]
+path = "{model}"
+[engine]
+type = "embedded"
+kv_cache_tokens = 4096
+context_length = 64
+[output_store]
+key_prefix = "{prefix}"
+[environment]
+type = "arithmetic"
+[rollout]
+prompts_per_step = 8
+samples_per_prompt = 4
+sampling.max_new_tokens = 24
+[train]
+steps = 100000
+num_threads = 1
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)
+def test_a_signal_ends_the_run_without_a_traceback_and_leaves_no_object(sent, model_path, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.format(folder=tmp_path, model=model_path, prefix=PREFIX))
+    metrics = tmp_path / "run/metrics.jsonl"
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen([*RADIX_RL, "train", str(path)], stdout=output, stderr=subprocess.STDOUT)
+    try:
+        ends = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            assert time.monotonic() < ends, (tmp_path / "output").read_text()
+            time.sleep(0.05)
+        process.send_signal(sent)
+        status = process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+    printed = (tmp_path / "output").read_text()
+    assert status == 130, printed
+    assert "Traceback" not in printed
+    store = OutputStore(backend=create_backend("shared_memory"), key_prefix=PREFIX)
+    assert list(store.list_objects()) == []
+    store.close()
