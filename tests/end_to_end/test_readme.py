@@ -4,6 +4,7 @@ import re
 import shutil
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def space():
 def test_the_python_runs_from_top_to_bottom_and_leaves_nothing(space):
     found = BLOCK.findall(README.read_text())
     assert found
-    namespace = {"__name__": "readme"}
+    namespace: dict[str, Any] = {"__name__": "readme"}
     for text in found:
         assert '{"space": "readme"}' in text
         exec(compile(text.replace('"readme"', f'"{space}"'), str(README), "exec"), namespace)
