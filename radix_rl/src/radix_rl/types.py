@@ -10,6 +10,10 @@ import msgspec
 from radix_transfer_plugins import TokenOutputStash
 
 
+LOGPROB_FLOOR = -9999.0
+"""What an engine gives for a log-probability that is not finite. Such a token is not learnt from."""
+
+
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):

@@ -6,7 +6,7 @@ import pytest
 
 from radix_rl.errors import ReplayError
 from radix_rl.rollout.sample import Sample, check_uniform, decode_samples, encode_samples
-from radix_rl.types import SamplingParams, VersionSpan
+from radix_rl.types import LOGPROB_FLOOR, SamplingParams, VersionSpan
 
 
 @pytest.fixture
@@ -30,6 +30,15 @@ def test_turns_join_with_injected_tokens_out_of_the_loss(two_turns):
     assert two_turns.rollout_logprobs == [-0.5, -1.5, -2.5, 0.0, 0.0, -0.5, -1.5, -2.5, -3.5]
     assert two_turns.version_spans == [VersionSpan(0, 3, "1"), VersionSpan(5, 9, "1")]
     assert two_turns.replay.covered_rows == len(two_turns.tokens) - 1
+
+
+def test_a_token_without_a_finite_log_probability_is_counted_and_not_learnt_from(engine, ask):
+    request = ask(5, sampling=SamplingParams(max_new_tokens=3))
+    answer = msgspec.structs.replace(engine.answer(request), output_logprobs=(-0.5, LOGPROB_FLOOR, -2.5))
+    sample = Sample.from_response(request, answer, group_id=0, index=0, store_backend="memory")
+    assert sample.loss_mask == [1, 0, 1]
+    assert sample.rollout_logprobs == [-0.5, 0.0, -2.5]
+    assert sample.floored_tokens == 1
 
 
 def test_one_cut_goes_through_everything(two_turns):

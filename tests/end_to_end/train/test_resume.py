@@ -16,7 +16,7 @@ def weights(path):
 
 def test_resuming_equals_no_interruption(make_config, environment, tmp_path):
     settings = {
-        # One request at a time: which requests share a batch depends on their arrival, and rounding on the batch.
+        # One request at a time: which requests share a batch depends on arrival, and rounding on the batch.
         "engine": {"max_running_requests": 1},
         "train": {"steps": 3, "minibatches": 2},
         "optimizer": {"lr": 3e-3, "warmup_steps": 4, "schedule": "cosine"},

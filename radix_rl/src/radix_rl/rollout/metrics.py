@@ -22,6 +22,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/response_tokens_mean": float(np.mean(lengths)),
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/cut_share": float(np.mean([sample.finish_reason.type == "length" for sample in samples])),
+        "rollout/floored_tokens": float(sum(sample.floored_tokens for sample in samples)),
         "rollout/response_bytes_inline": float(inline_bytes),
         "rollout/response_bytes_store": float(store_bytes),
         "rollout/stored_bytes": float(stored_bytes),

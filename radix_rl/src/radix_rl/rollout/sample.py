@@ -8,7 +8,7 @@ import numpy as np
 
 from radix_rl.errors import ReplayError
 from radix_rl.rollout.replay_index import ReplayIndex
-from radix_rl.types import FinishReason, GenerateOutput, GenerateRequest, VersionSpan
+from radix_rl.types import LOGPROB_FLOOR, FinishReason, GenerateOutput, GenerateRequest, VersionSpan
 
 
 class Sample(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False):
@@ -21,7 +21,8 @@ class Sample(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False)
     tokens: list[int]
     prompt_tokens: int
     loss_mask: list[int]
-    """`[C]` 1 for tokens the policy sampled, 0 for injected ones (tools, environment)."""
+    """`[C]` 1 for tokens the policy sampled, 0 for injected ones (tools, environment) and for those whose
+    log-probability was not finite."""
     rollout_logprobs: list[float]
     """`[C]` under the distribution sampled from; 0.0 where loss_mask is 0."""
     version_spans: list[VersionSpan]
@@ -29,6 +30,8 @@ class Sample(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False)
     finish_reason: FinishReason
     """Of the last answer."""
     replay: ReplayIndex
+    floored_tokens: int = 0
+    """Sampled tokens whose log-probability was not finite; before any cut."""
     reward: float | None = None
     metadata: dict[str, Any] = {}
 
@@ -81,8 +84,12 @@ class Sample(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False)
         self.add_injected(request.input_ids[known:])
         offset = len(self.loss_mask)
         self.tokens += output.output_ids
-        self.loss_mask += [1] * len(output.output_ids)
-        self.rollout_logprobs += output.output_logprobs
+        usable = [logprob > LOGPROB_FLOOR for logprob in output.output_logprobs]
+        self.loss_mask += map(int, usable)
+        self.rollout_logprobs += [
+            logprob if use else 0.0 for logprob, use in zip(output.output_logprobs, usable, strict=True)
+        ]
+        self.floored_tokens += usable.count(False)
         self.version_spans += [
             VersionSpan(start=span.start + offset, end=span.end + offset, version=span.version)
             for span in output.version_spans

@@ -14,11 +14,9 @@ import torch
 
 from radix_rl.engines.embedded.noise import gumbel, row_keys
 from radix_rl.engines.embedded.sampling_batch import SamplingBatch
+from radix_rl.types import LOGPROB_FLOOR
 
 logger = logging.getLogger(__name__)
-
-LOGPROB_FLOOR = -9999.0
-"""Stands for a log-probability that is not finite."""
 
 
 @dataclass(frozen=True)
