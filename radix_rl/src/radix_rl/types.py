@@ -9,7 +9,6 @@ import msgspec
 
 from radix_transfer_plugins import TokenOutputStash
 
-
 LOGPROB_FLOOR = -9999.0
 """What an engine gives for a log-probability that is not finite. Such a token is not learnt from."""
 
