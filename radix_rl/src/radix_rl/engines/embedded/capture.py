@@ -49,5 +49,6 @@ class RowCapture:
 
     def read(self, slot: int, start: int, end: int) -> np.ndarray:
         """Copy of rows [start, end) of a slot: `[end - start, layers, top_k]` int32."""
-        rows = self.slots.read(slot, start, end)[0].to(torch.int32)
+        # `copy`: int32 rows would else be a view of the slot, which the next request overwrites.
+        rows = self.slots.read(slot, start, end)[0].to(torch.int32, copy=True)
         return rows.cpu().numpy().reshape(end - start, self.layers, self.top_k)
