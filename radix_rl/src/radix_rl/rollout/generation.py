@@ -18,9 +18,10 @@ from radix_rl.config.rollout import RolloutConfig, SamplingConfig
 from radix_rl.engines.base import Engine
 from radix_rl.errors import ConfigurationError, EngineError, ReplayError
 from radix_rl.rollout.environments.base import Environment, Problem
-from radix_rl.rollout.refs import delete_refs, discard_answer, in_thread_to_end
+from radix_rl.rollout.refs import delete_refs, in_thread_to_end
 from radix_rl.rollout.sample import Sample
-from radix_rl.types import GenerateOutput, GenerateRequest, SamplingParams
+from radix_rl.rollout.sample_builder import SampleBuilder
+from radix_rl.types import GenerateRequest, SamplingParams
 from radix_transfer_plugins import OutputStore
 from radix_transfer_plugins.errors import OutputStoreError
 
@@ -52,18 +53,14 @@ class RolloutGenerator:
         store: OutputStore | None = None,
         store_backend: str | None = None,
     ) -> None:
-        """`decode` gives the text of token ids without special tokens. `replay`: which of "routed_experts",
-        "indexer_topk" and "sampling_mask" the trainer needs. With `store` they travel through it, and
-        `store_backend` is its registered name. Raises ConfigurationError for what the engine cannot
-        give."""
+        """`decode` gives the text of token ids without special tokens. `replay`, `store`, `store_backend`: as
+        for SampleBuilder. Raises ConfigurationError for what the engine cannot give."""
         self._engine = engine
         self._environment = environment
         self._decode = decode
         self._config = config
         self._seed = seed
-        self._replay = frozenset(replay)
-        self._store = store
-        self._store_backend = store_backend
+        self._builder = SampleBuilder(replay, store, store_backend)
         self._slots = asyncio.Semaphore(config.max_concurrent_requests)
         self._check_engine()
 
@@ -93,8 +90,7 @@ class RolloutGenerator:
                 ]
             )
         except BaseException:
-            if self._store is not None:
-                await in_thread_to_end(_delete_quietly, samples, self._store)
+            await self._give_up(samples)
             raise
 
     async def evaluate(self, problems: Sequence[Problem], sampling: SamplingConfig) -> list[Sample]:
@@ -123,17 +119,18 @@ class RolloutGenerator:
             try:
                 async with self._slots:
                     output = await self._engine.generate(request)
-                sample = await self._joined(request, output, sample, group_id, index)
+                sample = await self._builder.join(
+                    request, output, sample=sample, group_id=group_id, index=index
+                )
             except BaseException:
-                if sample is not None and self._store is not None:
-                    await in_thread_to_end(_delete_quietly, [sample], self._store)
+                if sample is not None:
+                    await self._give_up([sample])
                 raise
             if output.finish_reason.type != "abort":
                 break
             fruitless = 0 if output.output_ids else fruitless + 1
             if fruitless == MAX_FRUITLESS_ABORTS:
-                if self._store is not None:
-                    await in_thread_to_end(_delete_quietly, [sample], self._store)
+                await self._give_up([sample])
                 raise EngineError(
                     f"problem {problem.problem_id}: aborted {fruitless} times in a row without a new token "
                     f"({output.finish_reason.message or 'no reason given'})"
@@ -148,8 +145,7 @@ class RolloutGenerator:
         try:
             sample.truncate(self._config.max_sample_tokens)
         except ReplayError:
-            if self._store is not None:
-                await in_thread_to_end(_delete_quietly, [sample], self._store)
+            await self._give_up([sample])
             raise
         return sample
 
@@ -159,36 +155,16 @@ class RolloutGenerator:
         if sample is not None:
             left = sampling.max_new_tokens - (len(sample.tokens) - sample.prompt_tokens)
             sampling = msgspec.structs.replace(sampling, max_new_tokens=left)
-        return GenerateRequest(
-            request_id=_new_request_id(),
-            input_ids=problem.prompt_ids if sample is None else tuple(sample.tokens),
-            sampling=sampling,
-            return_routed_experts="routed_experts" in self._replay,
-            routed_experts_start_len=0 if sample is None else sample.replay.covered_rows,
-            return_indexer_topk="indexer_topk" in self._replay,
-            return_sampling_mask="sampling_mask" in self._replay,
-            return_outputs_via_store=bool(self._replay) and self._store is not None,
-        )
+        return self._builder.request(_new_request_id(), problem.prompt_ids, sampling, sample=sample)
 
-    async def _joined(
-        self,
-        request: GenerateRequest,
-        output: GenerateOutput,
-        sample: Sample | None,
-        group_id: int,
-        index: int,
-    ) -> Sample:
-        """The sample with one more answer. An answer that is refused does not leave its object behind."""
+    async def _give_up(self, samples: Sequence[Sample]) -> None:
+        """Free refs on the way out of an error, which must not be hidden by a second one."""
+        if self._builder.store is None:
+            return
         try:
-            if sample is None:
-                return Sample.from_response(
-                    request, output, group_id=group_id, index=index, store_backend=self._store_backend
-                )
-            sample.add_response(request, output, store_backend=self._store_backend)
-            return sample
-        except Exception:
-            await in_thread_to_end(discard_answer, output, self._store)
-            raise
+            await in_thread_to_end(delete_refs, samples, self._builder.store)
+        except OutputStoreError as error:
+            logger.warning("could not delete the stored outputs of %d samples: %s", len(samples), error)
 
     def _scored(self, problem: Problem, sample: Sample) -> Sample:
         output_ids = tuple(sample.tokens[sample.prompt_tokens :])
@@ -201,20 +177,21 @@ class RolloutGenerator:
         return int.from_bytes(digest, "little") >> 1
 
     def _check_engine(self) -> None:
-        unknown = self._replay - {"routed_experts", "indexer_topk", "sampling_mask"}
+        replay, store_backend = self._builder.replay, self._builder.store_backend
+        unknown = replay - {"routed_experts", "indexer_topk", "sampling_mask"}
         if unknown:
             raise ConfigurationError(f"unknown replay outputs {sorted(unknown)}")
         can = self._engine.capabilities
-        for name in sorted(self._replay):
+        for name in sorted(replay):
             if not getattr(can, name):
                 raise ConfigurationError(
                     f"the trainer is to replay {name}, which this engine does not return; for a server: "
                     "start it with "
                     "--enable-return-routed-experts; for a dense model: set train.replay_routed_experts=false"
                 )
-        if self._replay and self._store is not None and can.output_store != self._store_backend:
+        if replay and self._builder.store is not None and can.output_store != store_backend:
             raise ConfigurationError(
-                f"the run reads replay outputs from the store backend {self._store_backend!r}, but the "
+                f"the run reads replay outputs from the store backend {store_backend!r}, but the "
                 "engine writes to "
                 f"{can.output_store!r}; give the engine the same store (--output-store-backend) or set "
                 "output_store.enabled=false"
@@ -239,11 +216,3 @@ def _new_request_id() -> str:
 
 def _sampling_params(config: SamplingConfig, seed: int) -> SamplingParams:
     return SamplingParams(**config.model_dump(), seed=seed)
-
-
-def _delete_quietly(samples: Sequence[Sample], store: OutputStore) -> None:
-    """Free refs on the way out of an error, which must not be hidden by a second one."""
-    try:
-        delete_refs(samples, store)
-    except OutputStoreError as error:
-        logger.warning("could not delete the stored outputs of %d samples: %s", len(samples), error)

@@ -5,9 +5,10 @@ from collections.abc import Collection, Sequence
 
 from radix_rl.engines.base import Engine
 from radix_rl.errors import ReplayError
-from radix_rl.rollout.refs import delete_refs, discard_answer, in_thread_to_end
+from radix_rl.rollout.refs import delete_refs, in_thread_to_end
 from radix_rl.rollout.sample import Sample
-from radix_rl.types import GenerateOutput, GenerateRequest, SamplingParams
+from radix_rl.rollout.sample_builder import SampleBuilder
+from radix_rl.types import GenerateOutput, SamplingParams
 from radix_transfer_plugins import OutputStore
 
 
@@ -31,14 +32,12 @@ class Session:
         store: OutputStore | None = None,
         store_backend: str | None = None,
     ) -> None:
-        """`replay`, `store`, `store_backend`: as for RolloutGenerator."""
+        """`replay`, `store`, `store_backend`: as for SampleBuilder."""
         self._engine = engine
         self._prompt_ids = tuple(prompt_ids)
         self._group_id = group_id
         self._index = index
-        self._replay = frozenset(replay)
-        self._store = store
-        self._store_backend = store_backend
+        self._builder = SampleBuilder(replay, store, store_backend)
         self._session_id = uuid.uuid4().hex
         self._num_turns = 0
         self._sample: Sample | None = None
@@ -52,34 +51,18 @@ class Session:
 
     async def turn(self, sampling: SamplingParams) -> GenerateOutput:
         """Let the policy speak after everything so far. Raises RequestError, EngineError, ReplayError."""
-        sample = self._sample
-        request = GenerateRequest(
-            request_id=f"{self._session_id}-{self._num_turns}",
-            input_ids=self._prompt_ids if sample is None else tuple(sample.tokens),
-            sampling=sampling,
-            return_routed_experts="routed_experts" in self._replay,
-            routed_experts_start_len=0 if sample is None else sample.replay.covered_rows,
-            return_indexer_topk="indexer_topk" in self._replay,
-            return_sampling_mask="sampling_mask" in self._replay,
-            return_outputs_via_store=bool(self._replay) and self._store is not None,
+        request = self._builder.request(
+            f"{self._session_id}-{self._num_turns}",
+            self._prompt_ids,
+            sampling,
+            sample=self._sample,
             session_id=self._session_id,
         )
         self._num_turns += 1
         output = await self._engine.generate(request)
-        try:
-            if sample is None:
-                self._sample = Sample.from_response(
-                    request,
-                    output,
-                    group_id=self._group_id,
-                    index=self._index,
-                    store_backend=self._store_backend,
-                )
-            else:
-                sample.add_response(request, output, store_backend=self._store_backend)
-        except Exception:
-            await in_thread_to_end(discard_answer, output, self._store)
-            raise
+        self._sample = await self._builder.join(
+            request, output, sample=self._sample, group_id=self._group_id, index=self._index
+        )
         return output
 
     def inject(self, token_ids: Sequence[int]) -> None:
@@ -90,5 +73,6 @@ class Session:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._sample is not None and self._store is not None:
-            await in_thread_to_end(delete_refs, [self._sample], self._store)
+        store = self._builder.store
+        if kind is not None and self._sample is not None and store is not None:
+            await in_thread_to_end(delete_refs, [self._sample], store)
