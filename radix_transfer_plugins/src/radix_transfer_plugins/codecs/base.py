@@ -6,6 +6,8 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from radix_transfer_plugins.errors import ConfigError
+
 Buffer = bytes | bytearray | memoryview | np.ndarray
 """Anything with a C-contiguous buffer; its bytes are what is stored."""
 
@@ -24,13 +26,18 @@ class Codec(ABC):
     """True: `decode` can return a row range without decoding the rest."""
 
     @classmethod
-    @abstractmethod
     def from_config(cls, config: Mapping[str, str | int | bool]) -> Self:
-        """Build from `get_config()`'s answer, which may come from the network. Raises ConfigError."""
+        """Build from `get_config()`'s answer, which may come from the network. Raises ConfigError.
 
-    @abstractmethod
+        A codec with settings overrides this and `get_config`; one without takes none.
+        """
+        if config:
+            raise ConfigError(f"codec {cls.name!r} takes no configuration, got {dict(config)!r}")
+        return cls()
+
     def get_config(self) -> dict[str, str | int | bool]:
         """What a reader needs to decode; plain JSON types, a few bytes."""
+        return {}
 
     @abstractmethod
     def encode(self, array: np.ndarray, start_row: int) -> Buffer:

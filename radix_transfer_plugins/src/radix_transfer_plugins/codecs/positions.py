@@ -14,13 +14,13 @@ All sets of 64 consecutive positions have payloads of one length, which is what 
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import ClassVar, Self
+from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
 from radix_transfer_plugins.codecs.base import Buffer, Codec
-from radix_transfer_plugins.errors import CodecError, ConfigError, CorruptObjectError, RefError
+from radix_transfer_plugins.errors import CodecError, CorruptObjectError, RefError
 
 MAX_POSITION = 2**31 - 1
 _ABSENT = 0xFFFFFFFF
@@ -37,15 +37,6 @@ class PositionsCodec(Codec):
     name: ClassVar[str] = "positions"
     ordered: ClassVar[bool] = False
     row_addressable: ClassVar[bool] = True
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, str | int | bool]) -> Self:
-        if config:
-            raise ConfigError(f"codec 'positions' takes no configuration, got {dict(config)!r}")
-        return cls()
-
-    def get_config(self) -> dict[str, str | int | bool]:
-        return {}
 
     def encode(self, array: np.ndarray, start_row: int) -> Buffer:
         if _unsupported(array.dtype, array.shape):

@@ -1,13 +1,12 @@
 """`raw`: the array's own bytes, row-major and little-endian."""
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 
 from radix_transfer_plugins.codecs.base import Buffer, Codec
-from radix_transfer_plugins.errors import CodecError, ConfigError, CorruptObjectError, RefError
+from radix_transfer_plugins.errors import CodecError, CorruptObjectError, RefError
 
 
 class RawCodec(Codec):
@@ -16,15 +15,6 @@ class RawCodec(Codec):
     name: ClassVar[str] = "raw"
     ordered: ClassVar[bool] = True
     row_addressable: ClassVar[bool] = True
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, str | int | bool]) -> Self:
-        if config:
-            raise ConfigError(f"codec 'raw' takes no configuration, got {dict(config)!r}")
-        return cls()
-
-    def get_config(self) -> dict[str, str | int | bool]:
-        return {}
 
     def encode(self, array: np.ndarray, start_row: int) -> Buffer:
         if array.dtype.kind not in "biufc":
