@@ -1,11 +1,15 @@
-"""A backend that records what OutputStore asks of it."""
+"""A backend that records what OutputStore asks of it, and clients of a shared_memory store."""
 
 import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from radix_transfer_plugins import OutputStore
 from radix_transfer_plugins.backends.memory import MemoryBackend, MemoryConfig
+from radix_transfer_plugins.backends.shared_memory import SharedMemoryBackend
 from radix_transfer_plugins.errors import StoreUnavailableError
 
 
@@ -66,3 +70,24 @@ def backend(make_backend):
 @pytest.fixture
 def store(backend):
     return OutputStore(backend)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Of a shared_memory store, not made yet; removed afterwards."""
+    with TemporaryDirectory(dir="/dev/shm", prefix="radix-test-") as path:
+        yield Path(path) / "store"
+
+
+@pytest.fixture
+def connect(directory: Path) -> Iterator[Callable[..., SharedMemoryBackend]]:
+    """Opens clients of the store in `directory`, and closes them afterwards."""
+    backends: list[SharedMemoryBackend] = []
+
+    def open_one(**options: object) -> SharedMemoryBackend:
+        backends.append(SharedMemoryBackend.from_config({"directory": str(directory), **options}))
+        return backends[-1]
+
+    yield open_one
+    for backend in backends:
+        backend.close()

@@ -5,12 +5,11 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -30,25 +29,6 @@ from radix_transfer_plugins.errors import (
 Connect = Callable[..., SharedMemoryBackend]
 FORK = get_context("fork")
 BATCH = {"batch/a": b"a" * 1000, "batch/b": b"b" * 300_000, "batch/c": b""}
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with TemporaryDirectory(dir="/dev/shm", prefix="radix-test-") as path:
-        yield Path(path) / "store"
-
-
-@pytest.fixture
-def connect(directory: Path) -> Iterator[Connect]:
-    backends: list[SharedMemoryBackend] = []
-
-    def open_one(**options: object) -> SharedMemoryBackend:
-        backends.append(SharedMemoryBackend.from_config({"directory": str(directory), **options}))
-        return backends[-1]
-
-    yield open_one
-    for backend in backends:
-        backend.close()
 
 
 def die(*_: object, **__: object) -> Any:

@@ -6,11 +6,10 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 import numpy as np
@@ -33,25 +32,6 @@ _MAP_NORESERVE = 0x4000
 """Of Linux; Python names it from 3.13 on."""
 
 Connect = Callable[..., SharedMemoryBackend]
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with TemporaryDirectory(dir="/dev/shm", prefix="radix-test-") as path:
-        yield Path(path) / "store"
-
-
-@pytest.fixture
-def connect(directory: Path) -> Iterator[Connect]:
-    backends: list[SharedMemoryBackend] = []
-
-    def open_one(**options: object) -> SharedMemoryBackend:
-        backends.append(SharedMemoryBackend.from_config({"directory": str(directory), **options}))
-        return backends[-1]
-
-    yield open_one
-    for backend in backends:
-        backend.close()
 
 
 @pytest.mark.parametrize(
