@@ -7,7 +7,7 @@ import pytest
 
 from radix_engine_plugins.codecs import routed_experts_codec
 from radix_engine_plugins.settings import StoreSettings
-from radix_engine_plugins.sglang.outputs import RequestOutputs
+from radix_engine_plugins.sglang.outputs import MaskChunk, RequestOutputs
 from radix_engine_plugins.sglang.plugin import check_version
 from radix_engine_plugins.sglang.settings import attach, parse, settings_of
 from radix_engine_plugins.sglang.wire import MARK, PackedRows, is_marked, pack_rows, unpack_rows
@@ -90,8 +90,8 @@ def test_id_that_the_model_does_not_have_is_refused_before_it_is_narrowed() -> N
         pack_rows(NarrowCodec(3), "routed_experts", ROWS, 0)
 
 
-def chunk(lengths: list[int], token_ids: list[int], logprobs: list[float]) -> SimpleNamespace:
-    return SimpleNamespace(
+def chunk(lengths: list[int], token_ids: list[int], logprobs: list[float]) -> MaskChunk:
+    return MaskChunk(
         lengths=np.array(lengths, np.int32),
         token_ids=np.array(token_ids, np.int32),
         logprobs=np.array(logprobs, np.float32),

@@ -238,14 +238,16 @@ def test_stopping_lets_running_requests_end(
         httpx.get(f"{gateway.url}/health")
 
 
+@pytest.mark.parametrize(("status", "info"), [(200, {"version": "0.5.23"}), (404, {"detail": "Not Found"})])
 def test_server_without_a_store_is_refused_by_name(
-    backends: list[Backend], monkeypatch: pytest.MonkeyPatch
+    backends: list[Backend], monkeypatch: pytest.MonkeyPatch, status: int, info: dict[str, str]
 ) -> None:
+    """Stock SGLang answers without `output_store`, stock vLLM not at all."""
     require_output_store([backend.url for backend in backends])
     monkeypatch.setattr(
         httpx,
         "get",
-        lambda url, **_: httpx.Response(200, json={"version": "0.5.23"}, request=httpx.Request("GET", url)),
+        lambda url, **_: httpx.Response(status, json=info, request=httpx.Request("GET", url)),
     )
-    with pytest.raises(ConfigurationError, match="has no output store"):
+    with pytest.raises(ConfigurationError, match="has no output store.*unless VLLM_PLUGINS names"):
         require_output_store(["http://plain:1"])

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
-from radix_engine_plugins.metrics import OutputStoreMetrics
+from radix_engine_plugins.metrics import OutputStoreMetrics, own_metrics
 from radix_transfer_plugins import OutputStore, StoreRef
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ class OutputStoreWriter:
         """
         if max_concurrent_puts < 1:
             raise ValueError(f"max_concurrent_puts: expected 1 or more, got {max_concurrent_puts!r}")
-        self.metrics = metrics if metrics is not None else OutputStoreMetrics(CollectorRegistry())
+        self.metrics = metrics if metrics is not None else own_metrics()
         self._store = store
         self._put_threads = ThreadPoolExecutor(max_concurrent_puts, thread_name_prefix="output-store-put")
         # Deletes have a thread of their own: a put that waits for room must never keep the delete that

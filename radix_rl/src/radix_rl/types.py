@@ -7,10 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from radix_engine_plugins.logprobs import LOGPROB_FLOOR as LOGPROB_FLOOR
 from radix_transfer_plugins import TokenOutputStash
-
-LOGPROB_FLOOR = -9999.0
-"""What an engine gives for a log-probability that is not finite. Such a token is not learnt from."""
 
 
 class SamplingParams(

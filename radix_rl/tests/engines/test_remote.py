@@ -22,7 +22,7 @@ from radix_rl.errors import (
 )
 from radix_rl.rollout.replay_index import ReplayIndex
 from radix_rl.server.runner import bind
-from radix_rl.types import FinishReason, SamplingParams, VersionSpan
+from radix_rl.types import LOGPROB_FLOOR, FinishReason, SamplingParams, VersionSpan
 from radix_rl.weights.sync import WeightSynchronizer
 from radix_rl.weights.transports.base import create_transport
 from radix_transfer_plugins import StoreRef, TokenOutputStash
@@ -330,6 +330,60 @@ async def test_an_answer_of_another_shape_is_an_engine_error(request_for, body):
     engine = answering(body)
     with pytest.raises(EngineError, match="not of SGLang's shape"):
         await engine.generate(request_for())
+    await engine.close()
+
+
+async def test_null_for_a_log_probability_that_is_not_finite_is_the_floor(request_for):
+    body = {
+        "output_ids": [5, 6],
+        "meta_info": {
+            "id": "r",
+            "finish_reason": {"type": "length"},
+            "prompt_tokens": 4,
+            "cached_tokens": 0,
+            "weight_version": "0",
+            "output_token_logprobs": [[-0.5, 5, None], [None, 6, None]],
+        },
+    }
+    engine = answering(body)
+    answer = await engine.generate(request_for())
+    assert answer.output_logprobs == (-0.5, LOGPROB_FLOOR)
+    await engine.close()
+
+
+SGLANG_SERVER = {
+    "enable_return_routed_experts": True,
+    "enable_return_indexer_topk": False,
+    "sampling_mask_max_tokens": 1024,
+    "sampling_backend": "flashinfer",
+    "disaggregation_mode": "null",
+    "speculative_algorithm": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "masks"),
+    [
+        ({}, True),
+        ({"speculative_algorithm": "DFLASH"}, True),
+        ({"speculative_algorithm": "EAGLE3"}, False),
+        ({"disaggregation_mode": "decode"}, False),
+        ({"sampling_backend": "ascend"}, False),
+        ({"sampling_mask_max_tokens": None}, False),
+    ],
+)
+async def test_sampling_masks_are_what_sglang_tells_of_itself(changes, masks):
+    def answer(request: httpx.Request) -> httpx.Response:
+        model = {"model_path": "m", "weight_version": "default"}
+        return httpx.Response(
+            200, json={"/server_info": {**SGLANG_SERVER, **changes}}.get(request.url.path, model)
+        )
+
+    engine = RemoteEngine("http://sglang", RemoteSettings(), transport=httpx.MockTransport(answer))
+    await engine.start()
+    assert engine.capabilities.sampling_mask is masks
+    assert engine.capabilities.routed_experts
+    assert not engine.capabilities.indexer_topk
     await engine.close()
 
 

@@ -5,7 +5,7 @@ tokens, so there is nothing here to grow row by row: arrays are joined once, on 
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,17 @@ from radix_transfer_plugins.codecs.raw import RawCodec
 _ATTRIBUTE = "radix_outputs"
 
 
+class MaskChunk(NamedTuple):
+    """Supports of some output tokens in order, row after row."""
+
+    lengths: np.ndarray
+    """`[rows]` int32."""
+    token_ids: np.ndarray
+    """`[sum of lengths]` int32."""
+    logprobs: np.ndarray
+    """Float32, all finite: `[sum of lengths]` in support mode, `[rows]` in selected mode."""
+
+
 @dataclass
 class RequestOutputs:
     """Owned by the request's ReqState; filled by the tokenizer's receive loop, read after the last output
@@ -24,8 +35,8 @@ class RequestOutputs:
 
     rows: dict[str, PackedRows] = field(default_factory=dict)
     """By field of TokenOutputStash."""
-    masks: list[Any] = field(default_factory=list)
-    """SamplingMaskChunks in order, of requests that store them."""
+    masks: list[MaskChunk] = field(default_factory=list)
+    """In order, of requests that store them."""
     selected_logprobs: list[float] = field(default_factory=list)
     """Of each sampled token, picked from its support (support mode)."""
     error: str | None = None

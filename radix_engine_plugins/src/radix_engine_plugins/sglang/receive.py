@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from radix_engine_plugins.logprobs import floored
 from radix_engine_plugins.sglang import hooks
-from radix_engine_plugins.sglang.outputs import RequestOutputs, outputs_of
+from radix_engine_plugins.sglang.outputs import MaskChunk, RequestOutputs, outputs_of
 from radix_engine_plugins.sglang.request_fields import opted_in
-from radix_engine_plugins.sglang.session import session_of
+from radix_engine_plugins.sglang.session import StoreSession, session_of
 from radix_engine_plugins.sglang.wire import KEY, PackedRows
 
 logger = logging.getLogger(__name__)
@@ -38,30 +39,35 @@ class TakenMask:
 
 def handle_batch_output(original: Callable[..., Any], manager: Any, batch: Any) -> Any:
     masks = getattr(batch, "output_token_sampling_mask", None)
-    if session_of(manager) is not None and masks is not None:
+    session = session_of(manager)
+    if session is not None and masks is not None:
         for i, rid in enumerate(batch.rids):
             state = manager.rid_to_state.get(rid)
             if state is not None and getattr(state.obj, "return_sampling_mask", False):
-                masks[i] = _take_mask(state, masks[i], batch.output_ids[i])
+                masks[i] = _take_mask(session, state, masks[i], batch.output_ids[i])
     return original(manager, batch)
 
 
-def _take_mask(state: Any, mask: Any | None, output_ids: Sequence[int]) -> Any:
+def _take_mask(session: StoreSession, state: Any, mask: Any | None, output_ids: Sequence[int]) -> Any:
     """The mask to go on with, which an inline answer shows."""
     if mask is None:
         # A request for no token at all: the scheduler was not asked for one (marking.py).
         return TakenMask([])
     outputs = outputs_of(state)
     support = state.obj.sampling_logprobs_mode == "support"
+    logprobs, num_floored = floored(mask.logprobs)
+    if num_floored:
+        session.writer.metrics.floored_logprobs.inc(num_floored)
+    chunk = MaskChunk(mask.lengths, mask.token_ids, logprobs)
     if support:
-        _pick_selected(outputs, mask, output_ids)
+        _pick_selected(outputs, chunk, output_ids)
     if not opted_in(state.obj):
         return mask
-    outputs.masks.append(mask)
-    return TakenMask([] if support else mask.logprobs.tolist())
+    outputs.masks.append(chunk)
+    return TakenMask([] if support else logprobs.tolist())
 
 
-def _pick_selected(outputs: RequestOutputs, mask: Any, output_ids: Sequence[int]) -> None:
+def _pick_selected(outputs: RequestOutputs, mask: MaskChunk, output_ids: Sequence[int]) -> None:
     num_tokens = len(mask.lengths)
     if num_tokens != len(output_ids):
         outputs.error = f"sampling mask: {num_tokens} supports for {len(output_ids)} output tokens"

@@ -8,6 +8,7 @@ worker.
 from typing import Any
 
 from radix_engine_plugins.codecs import routed_experts_codec, store_codecs
+from radix_engine_plugins.metrics import engine_metrics
 from radix_engine_plugins.settings import StoreSettings
 from radix_engine_plugins.sglang import hooks
 from radix_engine_plugins.sglang.settings import settings_of
@@ -21,7 +22,8 @@ class StoreSession:
     def __init__(self, settings: StoreSettings, hf_text_config: Any, server_args: Any) -> None:
         """Raises the store's errors when it cannot be reached."""
         backend = create_backend(settings.backend, settings.config)
-        self.writer = OutputStoreWriter(OutputStore(backend, codecs=store_codecs(hf_text_config)))
+        store = OutputStore(backend, codecs=store_codecs(hf_text_config))
+        self.writer = OutputStoreWriter(store, metrics=engine_metrics())
         self.experts_codec = routed_experts_codec(hf_text_config)
         self.captures_routed_experts = bool(server_args.enable_return_routed_experts)
         self.captures_indexer_topk = bool(server_args.enable_return_indexer_topk)

@@ -41,7 +41,8 @@ async def _stored(
         session = session_of(engine)
         refuse_what_cannot_be_met(session)
         assert session is not None
-        _refuse_routes_without_a_place(receiver, answer)
+        if answer is None and (session.is_in_server or receiver is not None):
+            _refuse_routes_without_a_place()
         async for output in outputs:
             await _put_all(session, engine, output, written)
             for completion in output.outputs:
@@ -83,15 +84,14 @@ async def _put_all(session: StoreSession, engine: Any, output: Any, written: Own
         ) from error
 
 
-def _refuse_routes_without_a_place(receiver: Owned | None, answer: Answer | None) -> None:
+def _refuse_routes_without_a_place() -> None:
     from vllm.exceptions import VLLMValidationError
 
-    if receiver is not None and answer is None:
-        raise VLLMValidationError(
-            f"{FIELD}: answers of this route have no place for a reference; use /v1/completions, "
-            f"/v1/chat/completions or /inference/v1/generate",
-            parameter=FIELD,
-        )
+    raise VLLMValidationError(
+        f"{FIELD}: answers of this route have no place for a reference; use /v1/completions, "
+        f"/v1/chat/completions or /inference/v1/generate",
+        parameter=FIELD,
+    )
 
 
 def _refuse_streamed_input(prompt: Any) -> None:

@@ -1,7 +1,10 @@
 """One engine client's connection to the store, made with it.
 
-Seams, both only followed by what is here: `AsyncLLM.__init__` and `LLMEngine.__init__`, which every front end
-runs: each API server process, the caller of `AsyncLLM`, the caller of `LLM`.
+Seams, all only followed by what is here:
+- `EngineArgs.create_engine_config`: what is refused at launch, and a store that is not there, is reported
+  before any process is started. With several API servers their parent runs it too.
+- `AsyncLLM.__init__` and `LLMEngine.__init__`, which every front end runs: each API server process, the
+  caller of `AsyncLLM`, the caller of `LLM`.
 """
 # pyright: reportMissingImports=false
 
@@ -11,11 +14,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from radix_engine_plugins.codecs import store_codecs
+from radix_engine_plugins.metrics import engine_metrics
 from radix_engine_plugins.settings import StoreSettings
 from radix_engine_plugins.vllm import seams
 from radix_engine_plugins.vllm.outputs import TakenOutputs
 from radix_engine_plugins.vllm.routing_layers import METHOD
-from radix_engine_plugins.vllm.settings import NAME, refuse_unsupported, settings_of
+from radix_engine_plugins.vllm.settings import KEY, NAME, check_reachable, refuse_unsupported, settings_of
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_transfer_plugins import OutputStore, StoreRef, create_backend
 
@@ -30,11 +34,14 @@ class StoreSession:
         model = vllm_config.model_config
         self.settings = settings
         backend = create_backend(settings.backend, settings.config)
-        self.writer = OutputStoreWriter(OutputStore(backend, codecs=store_codecs(model.hf_text_config)))
+        store = OutputStore(backend, codecs=store_codecs(model.hf_text_config))
+        self.writer = OutputStoreWriter(store, metrics=engine_metrics())
         self.captures_routed_experts = bool(vllm_config.aux_output_config.enable_return_routed_experts)
         self.captures_sampling_mask = bool(model.return_sampling_mask)
         self.routing_layers: Sequence[int] | None = None
         """None while unknown, and always if rows are not captured."""
+        self.is_in_server = False
+        """Answers leave this process by a route, which must have a place for references."""
 
     async def put(self, taken: TakenOutputs) -> StoreRef:
         """Raises ValueError and the store's errors. The caller owns the object."""
@@ -62,22 +69,35 @@ def session_of(engine: Any) -> StoreSession | None:
     return getattr(engine, _ATTRIBUTE, None)
 
 
+def create_engine_config(
+    original: Callable[..., Any], engine_args: Any, usage_context: Any = None, headless: bool = False
+) -> Any:
+    """`headless`: on a machine of engines only, none of which talks to the store."""
+    vllm_config = original(engine_args, usage_context, headless)
+    settings = settings_of(vllm_config)
+    if settings is not None and not headless:
+        refuse_unsupported(vllm_config)
+        _require_endpoints(usage_context)
+        check_reachable(settings)
+    return vllm_config
+
+
 def make_async_llm(
     original: Callable[..., None], engine: Any, vllm_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    settings = _checked(vllm_config)
-    if settings is not None:
-        _require_endpoints(kwargs.get("usage_context"))
     original(engine, vllm_config, *args, **kwargs)
+    settings = settings_of(vllm_config)
     if settings is not None:
-        setattr(engine, _ATTRIBUTE, StoreSession(settings, vllm_config))
+        session = StoreSession(settings, vllm_config)
+        session.is_in_server = _is_server(kwargs.get("usage_context"))
+        setattr(engine, _ATTRIBUTE, session)
 
 
 def make_llm_engine(
     original: Callable[..., None], engine: Any, vllm_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    settings = _checked(vllm_config)
     original(engine, vllm_config, *args, **kwargs)
+    settings = settings_of(vllm_config)
     if settings is not None:
         session = StoreSession(settings, vllm_config)
         if session.captures_routed_experts:
@@ -85,20 +105,19 @@ def make_llm_engine(
         setattr(engine, _ATTRIBUTE, session)
 
 
-def _checked(vllm_config: Any) -> StoreSettings | None:
-    """Before the model is loaded."""
-    settings = settings_of(vllm_config)
-    if settings is not None:
-        refuse_unsupported(vllm_config)
-    return settings
-
-
 def _require_endpoints(usage_context: Any) -> None:
-    """vLLM loads endpoint plugins only by name; without them references would have no place in an answer."""
+    """vLLM loads endpoint plugins only by name, and its Rust front end loads none; without them references
+    would have no place in an answer."""
     from vllm import envs
-    from vllm.usage.usage_lib import UsageContext
 
-    if usage_context == UsageContext.OPENAI_API_SERVER and NAME not in (envs.VLLM_PLUGINS or ()):
+    if not _is_server(usage_context):
+        return
+    if envs.VLLM_USE_RUST_FRONTEND and envs.VLLM_RUST_FRONTEND_PATH:
+        raise ValueError(
+            f'additional_config["{KEY}"] does not work with VLLM_USE_RUST_FRONTEND=1, which has no plugins; '
+            f"leave out one of the two"
+        )
+    if NAME not in (envs.VLLM_PLUGINS or ()):
         raise ValueError(
             f"an API server with an output store needs this plugin's routes: set VLLM_PLUGINS={NAME} in its "
             f"environment (a comma-separated list: name your other plugins too), got VLLM_PLUGINS="
@@ -106,9 +125,17 @@ def _require_endpoints(usage_context: Any) -> None:
         )
 
 
+def _is_server(usage_context: Any) -> bool:
+    from vllm.usage.usage_lib import UsageContext
+
+    return usage_context == UsageContext.OPENAI_API_SERVER
+
+
 def install() -> None:
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    seams.around(EngineArgs, "create_engine_config", create_engine_config)
     seams.around(AsyncLLM, "__init__", make_async_llm)
     seams.around(LLMEngine, "__init__", make_llm_engine)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from radix_engine_plugins.settings import StoreSettings
+from radix_transfer_plugins import create_backend
 
 NAME = "radix_output_store"
 """Of this plugin, for `VLLM_PLUGINS`."""
@@ -39,3 +40,8 @@ def refuse_unsupported(vllm_config: Any) -> None:
             f'additional_config["{KEY}"] does not work with kv_role={transfer.kv_role!r}: prefill/decode '
             f"disaggregation splits a request's outputs over two engines; leave out one of the two"
         )
+
+
+def check_reachable(settings: StoreSettings) -> None:
+    """Connect once and leave. Raises the store's errors."""
+    create_backend(settings.backend, settings.config).close()

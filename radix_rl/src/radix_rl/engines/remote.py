@@ -219,7 +219,7 @@ class RemoteEngine(Engine):
         return EngineCapabilities(
             routed_experts=bool(told.get("routed_experts", True) and routed),
             indexer_topk=bool(told.get("indexer_topk", server.get("enable_return_indexer_topk", False))),
-            sampling_mask=bool(told.get("sampling_mask", server.get("enable_return_sampling_mask", False))),
+            sampling_mask=bool(told.get("sampling_mask", _sglang_returns_masks(server))),
             output_store=store.get("backend") if store.get("enabled") else None,
             pause_modes=tuple(told.get("pause_modes", ("abort", "retract", "in_place"))),
             sleep_tags=tuple(told.get("sleep_tags", ("weights", "kv_cache"))),
@@ -290,3 +290,14 @@ class RemoteEngine(Engine):
         task = asyncio.ensure_future(work)
         self._in_background.add(task)
         task.add_done_callback(self._in_background.discard)
+
+
+def _sglang_returns_masks(server: Mapping[str, Any]) -> bool:
+    """SGLang has no flag for sampling masks: one that knows them tells the longest support that it returns.
+    It refuses them, request by request, in the modes that are left out here."""
+    return bool(
+        server.get("sampling_mask_max_tokens")
+        and server.get("sampling_backend") != "ascend"
+        and server.get("disaggregation_mode") in (None, "null")
+        and server.get("speculative_algorithm") in (None, "DFLASH", "DSPARK")
+    )

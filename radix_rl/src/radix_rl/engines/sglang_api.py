@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from radix_rl.errors import EngineError, ReplayError
-from radix_rl.types import FinishReason, GenerateOutput, GenerateRequest, VersionSpan
+from radix_rl.types import LOGPROB_FLOOR, FinishReason, GenerateOutput, GenerateRequest, VersionSpan
 from radix_transfer_plugins import TokenOutputStash
 
 TokenShapes = dict[str, tuple[int, int]]
@@ -83,10 +83,15 @@ def _output_logprobs(request: GenerateRequest, meta: dict[str, Any], num_outputs
     if request.return_sampling_mask:
         selected = request.sampling_logprobs_mode == "selected"
         name = "output_token_sampling_logprobs" if selected else "output_token_sampling_selected_logprobs"
-        return tuple(float(value) for value in meta[name])
+        return tuple(_finite(value) for value in meta[name])
     if not num_outputs:
         return ()
-    return tuple(float(entry[0]) for entry in meta["output_token_logprobs"])
+    return tuple(_finite(entry[0]) for entry in meta["output_token_logprobs"])
+
+
+def _finite(logprob: float | None) -> float:
+    """SGLang writes null for one that is not finite. The rollout counts floored tokens."""
+    return LOGPROB_FLOOR if logprob is None else float(logprob)
 
 
 def _version_spans(meta: dict[str, Any], num_outputs: int) -> tuple[VersionSpan, ...]:

@@ -142,13 +142,17 @@ def require_output_store(urls: Sequence[str], timeout_s: float = 10.0) -> None:
     ConfigurationError."""
     for url in urls:
         try:
-            info = httpx.get(f"{url.rstrip('/')}/server_info", timeout=timeout_s).raise_for_status().json()
+            answer = httpx.get(f"{url.rstrip('/')}/server_info", timeout=timeout_s)
+            # Stock vLLM has no such route.
+            info = {} if answer.status_code == 404 else answer.raise_for_status().json()
         except (httpx.HTTPError, ValueError) as error:
             raise ConfigurationError(f"gateway: {url}/server_info does not answer: {error}") from error
         if not info.get("output_store"):
             raise ConfigurationError(
                 f"gateway: {url} has no output store and would ignore return_outputs_via_store; "
-                f"start it with --output-store-backend (and install radix-engine-plugins beside it)"
+                f"start it with --output-store-backend, vLLM with output_store in --additional-config, and "
+                f"with radix-engine-plugins installed beside it: SGLang's log says if that was refused, vLLM "
+                f"skips it in silence unless VLLM_PLUGINS names radix_output_store"
             )
 
 
