@@ -249,5 +249,5 @@ def test_server_without_a_store_is_refused_by_name(
         "get",
         lambda url, **_: httpx.Response(status, json=info, request=httpx.Request("GET", url)),
     )
-    with pytest.raises(ConfigurationError, match="has no output store.*unless VLLM_PLUGINS names"):
+    with pytest.raises(ConfigurationError, match=r"has no output store.*unless VLLM_PLUGINS names"):
         require_output_store(["http://plain:1"])
