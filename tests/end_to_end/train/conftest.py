@@ -1,7 +1,11 @@
-"""A tiny mixture-of-experts model on disk, an environment it can learn, and a configuration that trains
-it."""
+"""A tiny mixture-of-experts model on disk, an environment it can learn, a configuration that trains
+it, and servers of it."""
 
-from collections.abc import Callable
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +103,56 @@ def make_config(tmp_path: Path, model_path: Path) -> Callable[..., RunConfig]:
         return parse_config(table, source="test")
 
     return make
+
+
+class Server:
+    """A running `radix-rl serve` in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
+        self.process = process
+        self.url = url
+
+
+@pytest.fixture
+def serve(model_path: Path, tmp_path: Path) -> Iterator[Callable[..., list[Server]]]:
+    """Starts servers side by side, float32 with routed experts, and stops them afterwards."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(number: int, *options: str) -> list[Server]:
+        command = [
+            sys.executable,
+            "-c",
+            "from radix_rl.cli.main import main; main()",
+            "serve",
+            str(model_path),
+        ]
+        command += ["--port", "0", "--dtype", "float32", "--device", "cpu", "--num-threads", "1"]
+        command += ["--kv-cache-tokens", "2048", "--enable-return-routed-experts", *options]
+        first = len(processes)
+        logs = [tmp_path / f"server-{first + index}.log" for index in range(number)]
+        for path in logs:
+            with path.open("wb") as log:
+                processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+        return [
+            Server(process, _url_of(process, log))
+            for process, log in zip(processes[first:], logs, strict=True)
+        ]
+
+    yield start
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _url_of(process: subprocess.Popen[bytes], log: Path) -> str:
+    ends = time.monotonic() + 120
+    while time.monotonic() < ends and process.poll() is None:
+        if found := re.search(r"ready .*(http://127\.0\.0\.1:\d+)", log.read_text()):
+            return found[1]
+        time.sleep(0.1)
+    raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")

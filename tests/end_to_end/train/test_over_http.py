@@ -1,10 +1,6 @@
 """The same training against a server on the same machine, by configuration alone."""
 
-import asyncio
-import socket
-import subprocess
-import sys
-import time
+import json
 
 import httpx
 import pytest
@@ -14,45 +10,16 @@ from radix_rl.train.run import train
 PREFIX = "over-http/output-store"
 
 
-@pytest.fixture
-def server_url(model_path, tmp_path):
-    """`radix-rl serve` in a process of its own, with the shared_memory store."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [
-        sys.executable, "-c", "from radix_rl.cli.main import main; main()",
-        "serve", str(model_path), "--port", str(port), "--dtype", "float32", "--device", "cpu",
-        "--kv-cache-tokens", "2048", "--num-threads", "1", "--enable-return-routed-experts",
-        "--output-store-backend", "shared_memory",
-        "--output-store-backend-extra-config", f'{{"key_prefix": "{PREFIX}"}}',
-    ]  # fmt: skip
-    with (tmp_path / "server.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait_until_healthy(url, process, tmp_path / "server.log")
-        yield url
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def _wait_until_healthy(url, process, log):
-    ends = time.monotonic() + 120
-    while time.monotonic() < ends and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.2)
-    raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")
+STORE = ("--output-store-backend", "shared_memory")
+STORE_CONFIG = ("--output-store-backend-extra-config", json.dumps({"key_prefix": PREFIX}))
 
 
 def test_training_over_http_takes_the_same_first_step_as_in_process(
-    server_url, make_config, environment, tmp_path
+    serve, make_config, environment, tmp_path
 ):
+    (server,) = serve(1, *STORE, *STORE_CONFIG)
     remote = {
-        "engine": {"type": "remote", "urls": [server_url]},
+        "engine": {"type": "remote", "urls": [server.url]},
         "weights": {"transport": "http"},
         "output_store": {"key_prefix": PREFIX},
     }
@@ -71,10 +38,4 @@ def test_training_over_http_takes_the_same_first_step_as_in_process(
     for metric in ("rollout/reward_mean", "train/tokens", "train/loss"):
         assert results["remote"][0][metric] == pytest.approx(results["embedded"][0][metric], abs=1e-5)
     assert results["remote"][1]["rollout/reward_mean"] == results["embedded"][1]["rollout/reward_mean"]
-    version = asyncio.run(_version(server_url))
-    assert version == "2"
-
-
-async def _version(url):
-    async with httpx.AsyncClient() as client:
-        return (await client.get(f"{url}/model_info")).json()["weight_version"]
+    assert httpx.get(f"{server.url}/model_info").json()["weight_version"] == "2"
