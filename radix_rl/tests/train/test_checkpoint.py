@@ -1,12 +1,16 @@
-"""Which checkpoint a run goes on with."""
+"""What a checkpoint holds, and which one a run goes on with."""
 
+import random
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from radix_rl.errors import ConfigurationError
-from radix_rl.train.checkpoint import RunState, find_checkpoint
+from radix_rl.train.checkpoint import RunState, find_checkpoint, restore_worker, save_checkpoint
+from radix_rl.train.worker import PolicyWorker
 
 
 @pytest.fixture
@@ -31,3 +35,27 @@ def test_going_back_in_a_directory_with_later_checkpoints_is_refused(checkpoints
         find_checkpoint(checkpoints / "step-2", checkpoints)
     assert find_checkpoint(checkpoints / "step-10", checkpoints) == checkpoints / "step-10"
     assert find_checkpoint(checkpoints / "step-2", tmp_path / "elsewhere") == checkpoints / "step-2"
+
+
+class RunsCode:
+    def __reduce__(self):
+        return Path.touch, (Path("ran"),)
+
+
+def test_the_random_state_and_the_optimizer_survive(make_config, make_model, tmp_path):
+    config = make_config()
+    worker = PolicyWorker(config, make_model())
+    state = RunState(step=1, next_problem=2, optimizer_steps=3)
+    path = save_checkpoint(tmp_path / "checkpoints", worker, state, keep=1, tokenizer_from=tmp_path)
+    expected = (random.random(), np.random.rand(), torch.rand(1))
+    restore_worker(path, worker)
+    assert (random.random(), np.random.rand(), torch.rand(1)) == expected
+    assert worker.optimizer_steps == 3
+
+
+def test_a_checkpoint_runs_no_code(checkpoints, make_config, make_model, monkeypatch):
+    monkeypatch.chdir(checkpoints)
+    torch.save({"optimizer": RunsCode()}, checkpoints / "step-10" / "trainer.pt")
+    with pytest.raises(ConfigurationError, match=r"trainer\.pt holds no optimizer"):
+        restore_worker(checkpoints / "step-10", PolicyWorker(make_config(), make_model()))
+    assert not Path("ran").exists()

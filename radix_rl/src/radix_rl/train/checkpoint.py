@@ -3,6 +3,7 @@ go on."""
 
 import logging
 import os
+import pickle
 import random
 import re
 import shutil
@@ -51,8 +52,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `directory/step-N` and drop all but the newest `keep`. Every rank calls it; rank 0 writes.
 
-    Everything is written under another name and renamed at the end: a crash leaves the checkpoints that were
-    there.
+    Everything is written under another name, flushed to disk and renamed at the end: a crash leaves the
+    checkpoints that were there.
     """
     target = directory / f"step-{state.step}"
     weights = get_model_state_dict(worker.model, options=_FULL)
@@ -69,6 +70,7 @@ def save_checkpoint(
                 shutil.copy2(path, unfinished / "model" / path.name)
     torch.save({"optimizer": optimizer, "random": _random_state()}, unfinished / "trainer.pt")
     (unfinished / "state.json").write_bytes(msgspec.json.encode(state))
+    _flush(unfinished)
     if target.exists():
         # A crash in between leaves both whole, under other names.
         replaced = directory / f".replaced-{target.name}"
@@ -114,22 +116,45 @@ def read_state(checkpoint: Path) -> RunState:
 
 
 def restore_worker(checkpoint: Path, worker: PolicyWorker) -> None:
-    """Optimizer, schedule and random state; the worker's model was loaded from `<checkpoint>/model`
-    before."""
-    saved: dict[str, Any] = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=False)
+    """Optimizer, schedule and random state; the worker's model was loaded from `<checkpoint>/model` before.
+
+    Raises ConfigurationError for a file that is not ours; it runs no code of the file's.
+    """
+    path = checkpoint / "trainer.pt"
+    try:
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ConfigurationError(f"{path} holds no optimizer and random state of a run: {error}") from error
     set_optimizer_state_dict(worker.model, worker.optimizer, saved["optimizer"], options=_FULL)
     worker.optimizer_steps = read_state(checkpoint).optimizer_steps
-    random.setstate(saved["random"]["python"])
-    np.random.set_state(saved["random"]["numpy"])
-    torch.set_rng_state(saved["random"]["torch"])
+    _set_random_state(saved["random"])
 
 
 def _random_state() -> dict[str, Any]:
+    """Of plain Python types and tensors, so that loading it runs no code of the file's."""
+    algorithm, words, position, has_gauss, gauss = np.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": (algorithm, torch.from_numpy(np.asarray(words)), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
     }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    algorithm, words, *rest = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((algorithm, words.numpy(), *rest))
+    torch.set_rng_state(state["torch"])
+
+
+def _flush(directory: Path) -> None:
+    """Wait until the disk has all below `directory`: a rename may reach it before the data does."""
+    for path in [*directory.rglob("*"), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _checkpoints(directory: Path) -> list[Path]:
