@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engines.both_ways import CONCURRENCY, LAYERS, PROMPT, TOP_K, Engine, compare
+from benchmarks.engines.both_ways import CONCURRENCY, LAYERS, OUTPUT_TOKENS, PROMPT, TOP_K, Engine, compare
 from benchmarks.result import Result
-
-OUTPUT_TOKENS = 8
 
 
 def _arguments(model: Path, port: int, config: dict[str, Any]) -> list[str]:
@@ -48,7 +46,7 @@ SGLANG = Engine(
         "return_routed_experts": True,
     },
     rows_inline=_rows_inline,
-    output_tokens=OUTPUT_TOKENS,
+    num_rounds=24,
 )
 
 

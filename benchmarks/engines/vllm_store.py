@@ -1,10 +1,7 @@
 """vLLM's inline path against the output store.
 
-The engine's kernels run in Triton's interpreter here, which takes a hundred times what the outputs cost and
-varies by more. So there are two output tokens only, and of the server's CPU seconds those of the API server
-process are counted, where both ways go, and the next 16 requests wait for the last: requests that arrive one
-by one are batched at random, in more or fewer steps. Latency is the interpreter's, seconds of which vary by
-more than the milliseconds in which the ways differ, so it is shown without a bar."""
+The engine's kernels run in Triton's interpreter here, which takes many times what the outputs cost. So of the
+server's CPU seconds those of the API server's process are counted, where both ways go."""
 
 import base64
 import io
@@ -14,10 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engines.both_ways import CONCURRENCY, PROMPT, PROMPT_TOKENS, Engine, compare
+from benchmarks.engines.both_ways import (
+    CONCURRENCY,
+    OUTPUT_TOKENS,
+    PROMPT,
+    PROMPT_TOKENS,
+    Engine,
+    compare,
+)
 from benchmarks.result import Result
 
-OUTPUT_TOKENS = 2
 KV_CACHE_BYTES = 1 << 30
 
 
@@ -59,10 +62,8 @@ VLLM = Engine(
         "ignore_eos": True,
     },
     rows_inline=_rows_inline,
-    output_tokens=OUTPUT_TOKENS,
+    num_rounds=12,
     front_end_alone=True,
-    in_rounds=True,
-    latency_has_bar=False,
 )
 
 

@@ -286,19 +286,26 @@ VLLM_ENVIRONMENT = {
 
 @pytest.fixture(scope="session")
 def vllm_environment(with_test_plugin: dict[str, str]) -> dict[str, str]:
-    return {**VLLM_ENVIRONMENT, **with_test_plugin}
+    """The command `vllm` asks for the version of a distribution of its name; the one for CPUs has another."""
+    path = f"{with_test_plugin['PYTHONPATH']}{os.pathsep}{HERE / 'vllm' / 'console'}"
+    return {**VLLM_ENVIRONMENT, "PYTHONPATH": path}
 
 
 @pytest.fixture(scope="session")
 def start_vllm(
     vllm_python: str, vllm_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Any]:
-    """`with start_vllm(model, *flags, environment={}) as server`: ready to serve, gone afterwards."""
+    """`with start_vllm(model, *flags, environment={}) as server`: ready to serve, gone afterwards.
+    `console`: by the command `vllm serve`, else by its module."""
 
     @contextmanager
-    def start(model: Path, *flags: str, environment: dict[str, str] | None = None) -> Iterator[Server]:
+    def start(
+        model: Path, *flags: str, environment: dict[str, str] | None = None, console: bool = False
+    ) -> Iterator[Server]:
         port = free_port()
         command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        if console:
+            command = [str(Path(vllm_python).parent / "vllm"), "serve", str(model)]
         command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
         command += ["--kv-cache-memory-bytes", str(64 << 20), *flags]
@@ -323,6 +330,18 @@ def start_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
             return server
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def metric() -> Callable[[Server, str], float]:
+    """`metric(server, name)`: a counter of the engine's own `/metrics`."""
+
+    def value(server: Server, name: str) -> float:
+        lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+        (line,) = [line for line in lines if line.startswith(f"{name} ")]
+        return float(line.split()[1])
+
+    return value
 
 
 @pytest.fixture(scope="session")

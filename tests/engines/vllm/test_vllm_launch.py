@@ -1,6 +1,5 @@
 """What is refused: opting in at a server without a store, and launches that would lose outputs."""
 
-import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -54,71 +53,94 @@ def test_without_a_store_answers_are_stock(stock: Any) -> None:
     assert "output_store_ref" not in choice
 
 
-REFUSED_LAUNCHES = """
-import json, sys
-from types import SimpleNamespace
-from vllm.usage.usage_lib import UsageContext
-from radix_engine_plugins.vllm import session
+LAUNCHES = """
+import os, sys
+import vllm
+from radix_engine_plugins.vllm import plugin
 
-def config(output_store, kv_role=None):
-    transfer = SimpleNamespace(kv_role=kv_role) if kv_role else None
-    return SimpleNamespace(additional_config={"output_store": output_store}, kv_transfer_config=transfer)
-
-good = {"backend": "shared_memory", "config": {}}
-for name, vllm_config, usage in (
-    ("malformed", config({"back_end": "x"}), None),
-    ("disaggregated", config(good, "kv_producer"), None),
-    ("no routes", config(good), UsageContext.OPENAI_API_SERVER),
-):
+def say(name, call, *arguments, **more):
     try:
-        accept = lambda *a, **k: print("accepted", name)
-        session.make_async_llm(accept, object(), vllm_config, usage_context=usage)
-    except ValueError as error:
-        print(f"{name}: {error}")
+        call(*arguments, **more)
+    except Exception as error:
+        print(f"REFUSED {name}: {type(error).__name__}: {error}")
+    else:
+        print(f"ACCEPTED {name}")
+
+known, vllm.__version__ = vllm.__version__, "0.99.0"
+say("unknown version", plugin.activate)
+from vllm.engine.arg_utils import AsyncEngineArgs
+print("HOOKED" if hasattr(AsyncEngineArgs.create_engine_config, "__wrapped__") else "LEFT ALONE")
+os.environ["VLLM_PLUGINS"] = "cpu_interpreter,radix_output_store"
+say("unknown version that was asked for", plugin.activate)
+del os.environ["VLLM_PLUGINS"]
+vllm.__version__ = known
+
+from vllm.usage.usage_lib import UsageContext
+
+def launch(name, output_store, usage=UsageContext.ENGINE_CONTEXT, **more):
+    arguments = AsyncEngineArgs(
+        model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=512,
+        enable_return_routed_experts=True, additional_config={"output_store": output_store}, **more
+    )
+    say(name, arguments.create_engine_config, usage)
+
+good = {"backend": "shared_memory", "config": {"directory": sys.argv[2]}}
+absent = {"master_server_address": "127.0.0.1:9", "local_hostname": "127.0.0.1"}
+launch("good", good)
+launch("malformed", {"back_end": "x"})
+launch("unknown", {"backend": "no_such"})
+launch("unreachable", {"backend": "mooncake", "config": absent})
+transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_producer"}
+launch("disaggregated", good, kv_transfer_config=transfer)
+launch("no routes", good, UsageContext.OPENAI_API_SERVER)
 """
 
 
-def test_launches_that_would_lose_outputs_are_refused_with_setting_and_remedy(
-    vllm_python: str, vllm_environment: dict[str, str]
-) -> None:
+@pytest.fixture(scope="module")
+def launches(
+    vllm_python: str,
+    vllm_environment: dict[str, str],
+    tiny_moe_dense_first: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[str]:
+    """Lines that the program printed; one process, since importing vLLM is what takes its time.
+    `create_engine_config` is what every launch does before it starts processes or loads a model.
+    `VLLM_PLUGINS` is not set, so vLLM loads this plugin, but not its routes."""
+    environment = {**vllm_environment, "PATH": "/usr/bin:/bin"}
+    environment.pop("VLLM_PLUGINS")
     done = subprocess.run(
-        [vllm_python, "-c", REFUSED_LAUNCHES],
-        env={**vllm_environment, "PATH": "/usr/bin:/bin", "VLLM_PLUGINS": "cpu_interpreter"},
+        [vllm_python, "-c", LAUNCHES, tiny_moe_dense_first, tmp_path_factory.mktemp("store")],
+        env=environment,
         capture_output=True,
         text=True,
-        check=True,
+        timeout=600,
+        check=False,
     )
-    refused = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
-    assert "accepted" not in done.stdout
+    assert done.returncode == 0, done.stderr[-4000:]
+    starts = ("REFUSED ", "ACCEPTED ", "HOOKED", "LEFT ALONE")
+    return [line for line in done.stdout.splitlines() if line.startswith(starts)]
+
+
+@pytest.fixture(scope="module")
+def refused(launches: list[str]) -> dict[str, str]:
+    """Reasons by name."""
+    lines = [line.removeprefix("REFUSED ") for line in launches if line.startswith("REFUSED ")]
+    return dict(line.split(": ", 1) for line in lines)
+
+
+def test_launches_that_would_lose_outputs_are_refused_before_anything_starts(
+    launches: list[str], refused: dict[str, str]
+) -> None:
+    assert "ACCEPTED good" in launches
     assert 'expected {"backend": NAME' in refused["malformed"]
+    assert "shared_memory" in refused["unknown"]
+    assert "127.0.0.1:9" in refused["unreachable"]
     assert "kv_role='kv_producer'" in refused["disaggregated"]
     assert "set VLLM_PLUGINS=radix_output_store" in refused["no routes"]
 
 
 def test_unknown_versions_are_refused_only_where_the_plugin_was_asked_for(
-    vllm_python: str, vllm_environment: dict[str, str]
+    launches: list[str], refused: dict[str, str]
 ) -> None:
-    program = """
-import json, vllm
-from radix_engine_plugins.vllm import plugin
-from vllm.v1.engine import async_llm
-vllm.__version__ = "0.99.0"
-generate = async_llm.AsyncLLM.generate
-try:
-    plugin.activate()
-    print(json.dumps({"left_alone": async_llm.AsyncLLM.generate is generate}))
-except RuntimeError as error:
-    print(json.dumps({"error": str(error)}))
-"""
-    answers = []
-    for plugins in ("radix_output_store", None):
-        environment = {**vllm_environment, "PATH": "/usr/bin:/bin"}
-        environment.pop("VLLM_PLUGINS")
-        if plugins is not None:
-            environment["VLLM_PLUGINS"] = plugins
-        done = subprocess.run(
-            [vllm_python, "-c", program], env=environment, capture_output=True, text=True, check=True
-        )
-        answers.append(json.loads(done.stdout.splitlines()[-1]))
-    assert "supports vLLM 0.32.0, got '0.99.0'" in answers[0]["error"]
-    assert answers[1] == {"left_alone": True}
+    assert launches[:2] == ["ACCEPTED unknown version", "LEFT ALONE"]
+    assert "supports vLLM 0.32.0, got '0.99.0'" in refused["unknown version that was asked for"]

@@ -1,9 +1,12 @@
-"""Mooncake as the store; then the store goes down."""
+"""The command `vllm serve`, two API servers, each with a Mooncake client of its own, and two tensor-parallel
+workers; then the store goes down."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -38,21 +41,45 @@ def on_mooncake(
     master: MooncakeMaster,
 ) -> Iterator[Any]:
     flags = store_flags("mooncake", master.backend_config(key_prefix="run-3/outputs"))
-    with start_vllm(tiny_moe_dense_first, "--enable-return-routed-experts", *flags) as server:
+    flags += ["--enable-return-routed-experts", "--api-server-count", "2", "--tensor-parallel-size", "2"]
+    # Each worker on a core of its own.
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with start_vllm(tiny_moe_dense_first, *flags, environment=cores, console=True) as server:
         yield server
 
 
-def test_rows_come_back_from_mooncake(
+def test_every_api_server_stores_what_a_full_forward_gives(
     on_mooncake: Any, master: MooncakeMaster, open_reader: Callable[..., Any], experts: Callable[..., Any]
 ) -> None:
+    """A key's first part names the client that wrote it. The kernel picks the server of a connection."""
     reader = open_reader("mooncake", master.backend_config(key_prefix="run-3/outputs"))
-    for _ in range(3):
-        answer = on_mooncake.post("/v1/completions", BODY, timeout=600).json()
-        _, stash = reader.take(answer)
+    writers: dict[str, int] = {}
+    deadline = time.monotonic() + 240
+    while len(writers) < 2:
+        assert time.monotonic() < deadline, f"one API server alone answered: {writers}"
+        answer = on_mooncake.post("/v1/completions", BODY, timeout=240).json()
+        ref, stash = reader.take(answer)
         outputs = answer["choices"][0]["token_ids"]
         np.testing.assert_array_equal(stash.routed_experts, experts(PROMPT + outputs)[:-1])
         assert stash.sampling_mask_lengths is None
+        writer = ref.key.rsplit("/", 1)[0]
+        writers[writer] = writers.get(writer, 0) + 1
     assert reader.is_empty_within(20), reader.keys()
+
+
+def test_metrics_count_the_puts_of_all_api_servers(on_mooncake: Any, metric: Callable[..., float]) -> None:
+    before = metric(on_mooncake, "output_store_puts_total")
+    assert before >= 2
+    for _ in range(4):
+        assert on_mooncake.post("/v1/completions", BODY, timeout=240).status_code == 200
+    assert metric(on_mooncake, "output_store_puts_total") == before + 4
+    assert metric(on_mooncake, "output_store_put_failures_total") == 0
+
+
+def test_every_api_server_says_that_the_store_is_on(on_mooncake: Any) -> None:
+    for _ in range(6):
+        info = httpx.get(f"{on_mooncake.url}/server_info", timeout=60).json()
+        assert info["output_store"]["backend"] == "mooncake"
 
 
 def test_store_that_went_down_fails_requests_and_the_server_goes_on(
