@@ -163,7 +163,7 @@ def test_a_stream_is_cumulative_and_carries_the_reference_in_its_last_event_only
         return_outputs_via_store=True,
     )
 
-    assert response.headers["content-type"] == "text/event-stream"
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     events = _events(response)
     assert [event["text"] for event in events] == ["c", "cd", "cde", "cde"]
     assert [event["output_ids"] for event in events] == [[2], [2, 3], [2, 3, 4], [2, 3, 4]]

@@ -83,8 +83,9 @@ def test_a_chat_stream_sends_each_token_once_and_usage_at_the_end(client):
     )
 
     choices = [event.choices[0] for event in events if event.choices]
-    assert choices[0].delta.role == "assistant"
-    assert "".join(choice.delta.content for choice in choices) == "cde"
+    assert (choices[0].delta.role, choices[0].delta.content) == ("assistant", "")
+    assert choices[-1].delta.content is None
+    assert "".join(choice.delta.content or "" for choice in choices) == "cde"
     logprobs = [token.logprob for choice in choices if choice.logprobs for token in choice.logprobs.content]
     assert logprobs == [-0.5] * 3
     assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length"]

@@ -60,6 +60,10 @@ def _counts(
         "cached_tokens": output.cached_tokens,
         "num_retractions": output.num_retractions,
         "reasoning_tokens": 0,
+        "cached_tokens_details": {"device": output.cached_tokens, "host": 0}
+        if output.cached_tokens
+        else None,
+        "dp_rank": None,
         "weight_version": spans[-1].version if spans else None,
         "weight_versions": [
             {"version": span.version, "start": span.start, "end": span.end} for span in spans

@@ -1,4 +1,6 @@
-"""Exceptions to HTTP answers, in SGLang's shape: `{"error": {"message": ...}}`."""
+"""Exceptions to HTTP answers, in SGLang's shapes: `{"error": {"message": ...}}`; OpenAI's on its routes; both for
+malformed bodies.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +16,7 @@ from radix_rl.errors import (
     RequestError,
     WeightUpdateError,
 )
+from radix_rl.server.body import BodyError
 from radix_transfer_plugins.errors import OutputStoreError, StoreFullError, StoreUnavailableError
 
 
@@ -49,10 +52,12 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 
 def error_body(error: BaseException, openai: bool) -> dict[str, Any]:
     status, message = status_of(error), message_of(error)
-    if openai:
+    body: dict[str, Any] = {} if openai else {"error": {"message": message}}
+    if openai or isinstance(error, BodyError):
         kind = "BadRequestError" if status < 500 else "InternalServerError"
-        return {"object": "error", "message": message, "type": kind, "param": None, "code": status}
-    return {"error": {"message": message}}
+        kind = "Bad Request" if isinstance(error, BodyError) else kind
+        body |= {"object": "error", "message": message, "type": kind, "param": None, "code": status}
+    return body
 
 
 def error_response(error: BaseException, openai: bool = False) -> Response:

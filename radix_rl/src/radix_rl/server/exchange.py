@@ -141,7 +141,7 @@ class Exchange(Response):
                     await tasks[index]
                     continue
                 if not self._started:
-                    await self._start_response("text/event-stream", None)
+                    await self._start_response("text/event-stream; charset=utf-8", None)
                 if isinstance(output, GenerateOutput):
                     unfinished -= 1
                     events = self._renderer.finish(index, output, self._start_s)

@@ -12,7 +12,7 @@ import msgspec
 
 from radix_rl.engines.base import EngineInfo
 from radix_rl.errors import RequestError
-from radix_rl.server.body import decode_object
+from radix_rl.server.body import BodyError, decode_object
 from radix_rl.server.sampling import ParsedSampling, TextOptions, parse_sampling, refuse_unsupported
 from radix_rl.types import GenerateRequest
 
@@ -96,6 +96,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, token_ids: Any, **options: Any) -> str: ...
+
+    def convert_ids_to_tokens(self, token_id: int) -> str: ...
 
 
 class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -201,7 +203,7 @@ def _checked(raw: dict[str, Any]) -> _Body:
     try:
         return msgspec.convert({k: v for k, v in raw.items() if k not in _WITHOUT_EFFECT}, _Body)
     except msgspec.ValidationError as error:
-        raise RequestError(f"{error}; known fields: {', '.join(_Body.__struct_fields__)}") from error
+        raise BodyError(f"{error}; known fields: {', '.join(_Body.__struct_fields__)}") from error
 
 
 def _prompts(body: _Body, tokenizer: Tokenizer) -> tuple[list[list[int]], bool]:

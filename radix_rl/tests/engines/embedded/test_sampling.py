@@ -82,7 +82,7 @@ def test_greedy_support_is_one_token(sample):
 
 
 def test_penalties_act_on_sampled_tokens(sample):
-    # Token 0 came twice. log 0.4 = -0.916: repetition 2 doubles it, frequency takes 2 * 0.5, presence 0.25.
+    # Token 0 came twice. From log 0.4 frequency takes 2 * 0.5, presence 0.25; repetition 2 doubles what is left.
     drawn = sample(
         PROBS,
         output_ids=(0, 0),
@@ -92,7 +92,7 @@ def test_penalties_act_on_sampled_tokens(sample):
         presence_penalty=0.25,
     )
     scores = np.log(PROBS)
-    scores[0] = 2 * scores[0] - 1.0 - 0.25
+    scores[0] = 2 * (scores[0] - 1.0 - 0.25)
     assert drawn.tokens == [1]
     assert drawn.logprobs[0] == pytest.approx(scores[1] - np.log(np.exp(scores).sum()), abs=1e-5)
 

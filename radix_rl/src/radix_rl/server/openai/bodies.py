@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from radix_rl.errors import RequestError
+from radix_rl.server.body import BodyError
 from radix_rl.server.sampling import refuse_unsupported
 
 _NONE = (None, [], {}, "")
@@ -118,6 +119,9 @@ class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
 
 BodyT = TypeVar("BodyT", bound=CommonBody)
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "latest_reminder", "root")
+"""SGLang's. Whether the model knows them is its chat template's matter."""
+
 _SAMPLING = {
     "n": "n",
     "temperature": "temperature",
@@ -156,7 +160,7 @@ def parse_body(raw: dict[str, Any], body_type: type[BodyT]) -> BodyT:
     try:
         body = msgspec.convert({k: v for k, v in raw.items() if k not in _WITHOUT_EFFECT}, body_type)
     except msgspec.ValidationError as error:
-        raise RequestError(f"{error}; known fields: {', '.join(body_type.__struct_fields__)}") from error
+        raise BodyError(f"{error}; known fields: {', '.join(body_type.__struct_fields__)}") from error
     for name in ("return_outputs_via_store", "return_sampling_mask", "return_indexer_topk"):
         if getattr(body, name) and not body.return_meta_info:
             raise RequestError(f"{name} needs return_meta_info: true; its answer is in choices[].meta_info")
@@ -167,6 +171,8 @@ def completion_call(body: CompletionBody) -> dict[str, Any]:
     """The `/generate` body. OpenAI's default of 16 tokens."""
     if body.logprobs not in (None, 0):
         raise RequestError(f"logprobs: expected 0 (of the sampled tokens), got {body.logprobs!r}")
+    if body.max_tokens is not None and body.max_tokens < 1:
+        raise BodyError(f"max_tokens: expected at least 1, got {body.max_tokens!r}")
     prompt = body.prompt
     is_text = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], str))
     call = {"text" if is_text else "input_ids": prompt, "return_logprob": body.logprobs is not None}
@@ -211,7 +217,11 @@ def _render(body: ChatBody, tokenizer: Any) -> list[int]:
 
 def _plain_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """Content parts of type text joined; the others, such as images, are refused."""
-    content = message.get("content")
+    content, role = message.get("content"), message.get("role")
+    if not isinstance(role, str) or role.lower() not in _ROLES:
+        raise BodyError(f"messages: expected a role of {', '.join(_ROLES)}, got {role!r}")
+    if content is None and role == "user":
+        raise BodyError("messages: expected content in a message of the user, got none")
     if not isinstance(content, list):
         return dict(message)
     parts = []

@@ -13,6 +13,7 @@ from radix_rl.server.exchange import Renderer
 from radix_rl.server.generate_body import GenerateCall, Item, Tokenizer
 from radix_rl.server.openai.bodies import CommonBody
 from radix_rl.server.text import GrowingText, final_text
+from radix_rl.server.token_bytes import token_bytes, token_text
 from radix_rl.types import GenerateOutput, PartialOutput
 
 
@@ -33,6 +34,7 @@ class OpenAiRenderer(Renderer):
         self._shown_text = [""] * len(call.items)
         self._shown_tokens = [0] * len(call.items)
         self._outputs: dict[int, GenerateOutput] = {}
+        self._begun: set[int] = set()
 
     def answer(self, outputs: Sequence[GenerateOutput], start_s: float) -> bytes:
         choices = []
@@ -41,41 +43,58 @@ class OpenAiRenderer(Renderer):
             choice = {"index": index, **self._content(text), "logprobs": self._logprobs(item, output, 0)}
             choices.append(choice | self._end_of(item, output, start_s))
         answer = self._object(self.whole, choices) | {"usage": self._usage(outputs)}
-        answer["metadata"] = {
-            "weight_version": outputs[0].version_spans[-1].version if outputs[0].version_spans else None
-        }
-        if self._body.return_routed_experts and not self._body.return_meta_info:
-            inline = meta_info(self._call.items[0], outputs[0], self._tokenizer, start_s)
-            answer["sglext"] = {"routed_experts": inline.get("routed_experts")}
+        info = meta_info(self._call.items[0], outputs[0], self._tokenizer, start_s)
+        answer["metadata"] = {name: info[name] for name in ("weight_version", "weight_versions")}
+        if self._wants_sglext:
+            answer["sglext"] = {"routed_experts": info.get("routed_experts")}
         return msgspec.json.encode(answer)
 
     def partial(self, index: int, output: PartialOutput) -> bytes:
         text = self._texts[index].push(output.output_ids[self._shown_tokens[index] :])
-        return self._delta_event(index, text, output)
+        return self._begin(index) + self._delta_event(index, text, output, {"finish_reason": None})
 
     def finish(self, index: int, output: GenerateOutput, start_s: float) -> bytes:
         item = self._call.items[index]
         self._outputs[index] = output
         text = final_text(self._tokenizer, output.output_ids, output.finish_reason, item.text)
-        events = self._delta_event(index, text, output)
-        choice = {"index": index, **self._delta("", False), "logprobs": None}
-        choice |= self._end_of(item, output, start_s)
-        return events + sse(self._object(self.chunk, [choice]))
+        return self._begin(index) + self._last_events(
+            index, text, output, self._end_of(item, output, start_s)
+        )
 
     def end(self) -> bytes:
-        done = b"data: [DONE]\n\n"
-        if not self._body.include_usage:
-            return done
-        outputs = [self._outputs[index] for index in range(len(self._call.items))]
-        return sse(self._object(self.chunk, []) | {"usage": self._usage(outputs)}) + done
+        events = b""
+        if self._wants_sglext:
+            info = meta_info(self._call.items[0], self._outputs[0], self._tokenizer, 0.0)
+            sglext = {"routed_experts": info.get("routed_experts")}
+            events += sse(self._object(self.chunk, []) | {"usage": None, "sglext": sglext})
+        if self._body.include_usage:
+            outputs = [self._outputs[index] for index in range(len(self._call.items))]
+            events += sse(self._object(self.chunk, []) | {"usage": self._usage(outputs)})
+        return events + b"data: [DONE]\n\n"
+
+    @property
+    def _wants_sglext(self) -> bool:
+        return self._body.return_routed_experts and not self._body.return_meta_info
 
     @abstractmethod
     def _content(self, text: str) -> dict[str, Any]:
         """Of a whole choice."""
 
     @abstractmethod
-    def _delta(self, text: str, is_first: bool) -> dict[str, Any]:
+    def _delta(self, text: str) -> dict[str, Any]:
         """Of an event's choice."""
+
+    def _begin(self, index: int) -> bytes:
+        """Events before the first delta of a choice; nothing from the second call on."""
+        return b""
+
+    @abstractmethod
+    def _last_events(self, index: int, text: str, output: GenerateOutput, end: dict[str, Any]) -> bytes:
+        """The rest of `text`, and `end`: why the choice ended."""
+
+    @abstractmethod
+    def _token_ids(self, item: Item, output: GenerateOutput) -> dict[str, Any]:
+        """Of a whole choice that was asked for with `return_token_ids`."""
 
     @abstractmethod
     def _logprobs(
@@ -83,19 +102,24 @@ class OpenAiRenderer(Renderer):
     ) -> dict[str, Any] | None:
         """Of the output tokens from `first` on; None if not asked for."""
 
-    def _delta_event(self, index: int, text: str, output: GenerateOutput | PartialOutput) -> bytes:
+    def _delta_event(
+        self, index: int, text: str, output: GenerateOutput | PartialOutput, end: dict[str, Any]
+    ) -> bytes:
+        """What `text` and `output` have and the client has not, and how the choice ended; b"" for nothing."""
         shown, first = self._shown_text[index], self._shown_tokens[index]
         delta = text[len(shown) :]
-        if first and not delta and first == len(output.output_ids):
+        if not delta and first == len(output.output_ids) and end["finish_reason"] is None:
             return b""
         choice = {
             "index": index,
-            **self._delta(delta, first == 0),
+            **self._delta(delta),
             "logprobs": self._logprobs(self._call.items[index], output, first),
-            "finish_reason": None,
+            **end,
         }
-        if self._body.return_token_ids:
+        if self._body.return_token_ids and self._call.stream:
             choice["token_ids"] = output.output_ids[first:]
+            if not first:
+                choice["prompt_token_ids"] = self._call.items[index].request.input_ids
         self._shown_text[index] = shown + delta
         self._shown_tokens[index] = len(output.output_ids)
         return sse(self._object(self.chunk, [choice]))
@@ -108,7 +132,7 @@ class OpenAiRenderer(Renderer):
         if self._body.return_meta_info:
             end["meta_info"] = meta_info(item, output, self._tokenizer, start_s)
         if self._body.return_token_ids and not self._call.stream:
-            end["token_ids"] = output.output_ids
+            end |= self._token_ids(item, output)
         return end
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -123,6 +147,7 @@ class OpenAiRenderer(Renderer):
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": None,
+            "completion_tokens_details": None,
             "reasoning_tokens": 0,
         }
 
@@ -134,22 +159,28 @@ class CompletionRenderer(OpenAiRenderer):
     def _content(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def _delta(self, text: str, is_first: bool) -> dict[str, Any]:
+    def _delta(self, text: str) -> dict[str, Any]:
         return {"text": text}
+
+    def _last_events(self, index: int, text: str, output: GenerateOutput, end: dict[str, Any]) -> bytes:
+        return self._delta_event(index, text, output, end)
+
+    def _token_ids(self, item: Item, output: GenerateOutput) -> dict[str, Any]:
+        return {"token_ids": output.output_ids, "prompt_token_ids": item.request.input_ids}
 
     def _logprobs(
         self, item: Item, output: GenerateOutput | PartialOutput, first: int
     ) -> dict[str, Any] | None:
         if not item.return_logprob:
             return None
-        tokens = [self._tokenizer.decode([token]) for token in output.output_ids]
+        tokens = [token_text(self._tokenizer, token) for token in output.output_ids]
         offsets = [0]
         for token in tokens:
             offsets.append(offsets[-1] + len(token))
         return {
             "tokens": tokens[first:],
             "token_logprobs": output.output_logprobs[first:],
-            "top_logprobs": None,
+            "top_logprobs": [],
             "text_offset": offsets[first:-1],
         }
 
@@ -160,11 +191,30 @@ class ChatRenderer(OpenAiRenderer):
     chunk = "chat.completion.chunk"
 
     def _content(self, text: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "reasoning_content": None, "tool_calls": None}
-        return {"message": message}
+        return {"message": {"role": "assistant", "content": text, "reasoning_content": None}}
 
-    def _delta(self, text: str, is_first: bool) -> dict[str, Any]:
-        return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}}
+
+    def _begin(self, index: int) -> bytes:
+        """The role, alone."""
+        if index in self._begun:
+            return b""
+        self._begun.add(index)
+        delta = {"role": "assistant", "content": ""}
+        return self._chat_event(index, delta, {"finish_reason": None})
+
+    def _last_events(self, index: int, text: str, output: GenerateOutput, end: dict[str, Any]) -> bytes:
+        """The end comes alone, after the last delta."""
+        return self._delta_event(index, text, output, {"finish_reason": None}) + self._chat_event(
+            index, {}, end
+        )
+
+    def _chat_event(self, index: int, delta: dict[str, Any], end: dict[str, Any]) -> bytes:
+        return sse(self._object(self.chunk, [{"index": index, "delta": delta, "logprobs": None, **end}]))
+
+    def _token_ids(self, item: Item, output: GenerateOutput) -> dict[str, Any]:
+        return {"response_token_ids": output.output_ids, "prompt_token_ids": item.request.input_ids}
 
     def _logprobs(
         self, item: Item, output: GenerateOutput | PartialOutput, first: int
@@ -172,10 +222,9 @@ class ChatRenderer(OpenAiRenderer):
         if not item.return_logprob:
             return None
         pairs = list(zip(output.output_ids, output.output_logprobs, strict=True))[first:]
-        texts = [self._tokenizer.decode([token]) for token, _ in pairs]
-        return {
-            "content": [
-                {"token": text, "bytes": list(text.encode()), "logprob": logprob, "top_logprobs": []}
-                for text, (_, logprob) in zip(texts, pairs, strict=True)
-            ]
-        }
+        content = []
+        for token, logprob in pairs:
+            data = token_bytes(self._tokenizer, token)
+            text = data.decode(errors="replace")
+            content.append({"token": text, "bytes": list(data), "logprob": logprob, "top_logprobs": []})
+        return {"content": content}
