@@ -29,7 +29,7 @@ def start_store_server(
 @pytest.fixture(scope="session")
 def server(start_store_server: Callable[..., Any]) -> Iterator[Any]:
     """Shared by the tests of this folder, since starting one is what takes their time."""
-    with start_store_server("--enable-return-indexer-topk") as server:
+    with start_store_server("--enable-return-indexer-topk", "--enable-metrics") as server:
         yield server
 
 

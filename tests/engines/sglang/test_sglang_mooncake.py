@@ -46,6 +46,7 @@ def workers(start_sglang: Callable[..., Any], tiny_moe: Path, store_config: dict
     with start_sglang(
         tiny_moe,
         "--enable-return-routed-experts",
+        "--enable-metrics",
         "--tokenizer-worker-num",
         "2",
         "--output-store-backend",
@@ -70,6 +71,15 @@ def test_every_worker_stores_what_a_full_forward_gives(
         writers.add(ref.key.rsplit("/", 1)[0])
     assert len(writers) == 2
     assert reader.is_empty_within(5), reader.keys()
+
+
+def test_metrics_count_the_puts_of_all_workers(
+    workers: Any, reader: Any, metric: Callable[..., float]
+) -> None:
+    before = metric(workers, "output_store_puts_total")
+    for answer in [workers.generate(BODY) for _ in range(6)]:
+        reader.take(answer["meta_info"])
+    assert metric(workers, "output_store_puts_total") == before + 6
 
 
 def test_workers_serve_chat_streams_and_samples(workers: Any, reader: Any) -> None:

@@ -6,8 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
+
+from radix_rl.engines.remote import RemoteEngine, RemoteSettings
+from radix_rl.types import LOGPROB_FLOOR, GenerateRequest, SamplingParams
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -23,8 +27,6 @@ INLINE_KEYS = {
 
 
 def test_server_info_names_backend_and_versions(server: Any) -> None:
-    import httpx
-
     info = httpx.get(f"{server.url}/server_info").json()["output_store"]
     assert info["enabled"] is True
     assert info["backend"] == "faulty"
@@ -129,6 +131,61 @@ def test_stored_mask_holds_each_sampled_token_with_its_log_probability(
             np.testing.assert_allclose(np.exp(logprobs).sum(axis=1), 1.0, rtol=1e-4)
             picked = [float(row[place]) for row, place in zip(logprobs, places, strict=True)]
             assert meta_info["output_token_sampling_selected_logprobs"] == pytest.approx(picked)
+
+
+@pytest.mark.parametrize("mode", ["selected", "support"])
+def test_log_probabilities_that_are_not_finite_become_the_floor_and_are_counted(
+    server: Any, reader: Any, metric: Callable[..., float], test_plugin: Any, mode: str
+) -> None:
+    before = metric(server, "output_store_floored_logprobs_total")
+    sampling = {"max_new_tokens": 3, "temperature": 1.0, "top_k": test_plugin.NAN_SUPPORT, "ignore_eos": True}
+    request = {"input_ids": PROMPT, "return_sampling_mask": True, "sampling_logprobs_mode": mode}
+    answer = server.generate({**request, "sampling_params": sampling, "return_outputs_via_store": True})
+    name = (
+        "output_token_sampling_logprobs" if mode == "selected" else "output_token_sampling_selected_logprobs"
+    )
+    assert answer["meta_info"][name] == [LOGPROB_FLOOR] * 3
+    _, stash = reader.take(answer["meta_info"])
+    num_floored = 3 if mode == "selected" else 3 * test_plugin.NAN_SUPPORT
+    if mode == "support":
+        assert (stash.sampling_mask_logprobs == LOGPROB_FLOOR).all()
+    assert metric(server, "output_store_floored_logprobs_total") == before + num_floored
+
+
+def test_metrics_stand_beside_the_engines_own(server: Any, reader: Any, metric: Callable[..., float]) -> None:
+    names = ("output_store_puts_total", "output_store_put_bytes_total")
+    before = [metric(server, name) for name in names]
+    answer = server.generate({"input_ids": PROMPT, "sampling_params": GREEDY, **ROWS})
+    ref, _ = reader.take(answer["meta_info"])
+    stored_bytes = ref.fields["routed_experts"].stored_bytes
+    assert [metric(server, name) for name in names] == [before[0] + 1, before[1] + stored_bytes]
+    assert "sglang:prompt_tokens_total{" in httpx.get(f"{server.url}/metrics").text
+
+
+async def test_our_client_knows_what_the_server_can_and_reads_its_objects(
+    server: Any, reader: Any, experts_of_full_forward: Callable
+) -> None:
+    engine = RemoteEngine(
+        server.url, RemoteSettings(num_layers=3, experts_per_token=2), needs_output_store="faulty"
+    )
+    await engine.start()
+    can = engine.capabilities
+    assert (can.routed_experts, can.indexer_topk, can.sampling_mask) == (True, True, True)
+    request = GenerateRequest(
+        request_id="ours",
+        input_ids=tuple(PROMPT),
+        sampling=SamplingParams(max_new_tokens=4, top_k=5, ignore_eos=True),
+        return_routed_experts=True,
+        return_sampling_mask=True,
+        return_outputs_via_store=True,
+    )
+    answer = await engine.generate(request)
+    await engine.close()
+    _, stash = reader.take({"output_store_ref": answer.output_store_ref})
+    expected = experts_of_full_forward(PROMPT + list(answer.output_ids))[:-1]
+    np.testing.assert_array_equal(stash.routed_experts, expected)
+    assert stash.sampling_mask_lengths.tolist() == [5] * 4
+    assert all(logprob < 0 for logprob in answer.output_logprobs)
 
 
 def test_inline_support_mode_has_the_sampled_tokens_log_probabilities_too(server: Any, reader: Any) -> None:
@@ -239,6 +296,17 @@ def test_chat_without_opting_in_stays_inline(server: Any, reader: Any) -> None:
     response = server.post("/v1/chat/completions", {**CHAT, "return_routed_experts": True}).json()
     assert response["sglext"]["routed_experts"]
     assert not response["choices"][0].get("meta_info")
+
+
+def test_chat_answer_that_cannot_be_built_leaves_nothing(
+    server: Any, reader: Any, puts_begun: Callable[[], int], test_plugin: Any
+) -> None:
+    before = puts_begun()
+    messages = [{"role": "user", "content": test_plugin.UNANSWERABLE}]
+    response = server.post("/v1/chat/completions", {**CHAT, "messages": messages, **ROWS})
+    assert response.status_code in (400, 500), response.text
+    assert puts_begun() == before + 1
+    assert reader.is_empty_within(5), reader.keys()
 
 
 def test_nothing_asked_for_means_no_reference(server: Any, reader: Any) -> None:

@@ -1,8 +1,10 @@
 """Loaded into servers under test through PYTHONPATH and the entry points beside this file.
 
-`faulty`: a backend like shared_memory whose puts a test delays or fails through a file. `fake_indexer`:
-rows of an indexer for models that have none, since SGLang captures them on a GPU only; they take SGLang's
-own way from there on.
+`faulty`: a backend like shared_memory whose puts a test delays or fails through a file. `install`, in SGLang:
+- rows of an indexer for models that have none, since SGLang captures them on a GPU only; they take SGLang's
+  own way from there on;
+- a log-probability that is not a number, in each support of `NAN_SUPPORT` tokens;
+- chat answers that cannot be built, for messages that contain `UNANSWERABLE`.
 """
 
 import json
@@ -12,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
+import msgspec
+
 from radix_transfer_plugins import errors
 from radix_transfer_plugins.backends.shared_memory import SharedMemoryBackend
 from radix_transfer_plugins.codecs.base import Buffer
@@ -19,6 +23,8 @@ from radix_transfer_plugins.codecs.base import Buffer
 _counting = threading.Lock()
 
 INDEXER_LAYERS, INDEX_TOPK = 2, 8
+NAN_SUPPORT = 6
+UNANSWERABLE = "unanswerable"
 
 
 class FaultyBackend(SharedMemoryBackend):
@@ -64,8 +70,25 @@ def indexer_rows(num_rows: int):
     return rows
 
 
-def fake_indexer() -> None:
+def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def with_nan(original, lengths, token_ids, logprobs):
+        chunk = original(lengths, token_ids, logprobs)
+        if len(chunk.lengths) and chunk.lengths[0] == NAN_SUPPORT:
+            chunk = msgspec.structs.replace(chunk, logprobs=chunk.logprobs.copy())
+            chunk.logprobs[:] = float("nan")
+        return chunk
+
+    def build(original, serving, request, ret, created):
+        if UNANSWERABLE in str(request.messages):
+            raise ValueError(f"{UNANSWERABLE}, says a test")
+        return original(serving, request, ret, created)
+
+    mask = "sglang.srt.sampling.sampling_mask._chunk_from_buffers"
+    chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._build_chat_response"
+    HookRegistry.register(mask, with_nan, HookType.AROUND)
+    HookRegistry.register(chat, build, HookType.AROUND)
 
     def collect(processor, req) -> None:
         if req.return_indexer_topk:
