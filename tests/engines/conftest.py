@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -26,8 +27,8 @@ from radix_transfer_plugins.responses import find_refs
 
 HERE = Path(__file__).resolve().parent
 PLUGIN_FOLDER = HERE / "sglang" / "plugin"
-START_TIMEOUT_S = 900
-"""About 20 s on a quiet machine."""
+START_TIMEOUT_S = 600
+"""20 to 60 s on a quiet machine of two cores."""
 BUFFER_BYTES = 1 << 28
 
 
@@ -59,8 +60,12 @@ class Server:
             time.sleep(0.5)
         pytest.fail(f"not healthy after {START_TIMEOUT_S} s:\n{self.log_tail()}")
 
-    def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=options.pop("timeout", 120), **options)
+    def post(self, path: str, body: dict[str, Any], timeout: float = 120) -> httpx.Response:
+        try:
+            return httpx.post(self.url + path, json=body, timeout=timeout)
+        except httpx.HTTPError as error:
+            error.add_note(self.log_tail())
+            raise
 
     def generate(self, body: dict[str, Any]) -> Any:
         response = self.post("/generate", body)
@@ -90,10 +95,17 @@ class Server:
         self.process.wait(timeout=20)
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the ports that the kernel gives to connections, so that none takes it before the server does."""
+    while True:
+        number = random.randrange(15_000, 30_000)
+        with socket.socket() as probe:
+            if number not in _given_ports and probe.connect_ex(("127.0.0.1", number)) != 0:
+                _given_ports.add(number)
+                return number
 
 
 def interpreter_of(environment: str) -> str:

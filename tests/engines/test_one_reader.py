@@ -12,7 +12,7 @@ import pytest
 from radix_transfer_plugins import OutputStore, TokenOutputStash, create_backend
 from radix_transfer_plugins.responses import find_refs
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 PROMPT = list(range(30, 60))
 NUM_OUTPUTS = 4

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 PROMPT = list(range(30, 50))
 LAYERS, TOP_K = 4, 2
@@ -63,7 +63,7 @@ def answers(
         [sglang_python, program, dense_first, json.dumps(store_config)],
         capture_output=True,
         text=True,
-        timeout=1500,
+        timeout=600,
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",

@@ -11,7 +11,7 @@ import pytest
 
 from radix_rl.launch.gateway import Gateway, GatewaySettings, require_output_store
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 BODY = {
     "input_ids": list(range(30, 60)),

@@ -13,7 +13,7 @@ import pytest
 
 from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 BODY = {
     "input_ids": list(range(30, 60)),

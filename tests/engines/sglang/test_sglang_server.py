@@ -13,7 +13,7 @@ import pytest
 from radix_rl.engines.remote import RemoteEngine, RemoteSettings
 from radix_rl.types import LOGPROB_FLOOR, GenerateRequest, SamplingParams
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 PROMPT = list(range(30, 60))
 GREEDY = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 BODY = {
     "input_ids": list(range(30, 60)),

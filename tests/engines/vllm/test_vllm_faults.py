@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 SAMPLING = {"max_tokens": 2, "temperature": 1.0, "top_k": 5, "ignore_eos": True}
 OPT_IN = {"return_outputs_via_store": True}

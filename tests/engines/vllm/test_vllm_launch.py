@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 SAMPLING = {"max_tokens": 1, "temperature": 0.0}
 OPT_IN = {"return_outputs_via_store": True}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).resolve().parent
 PROMPT = list(range(30, 50))
@@ -22,7 +22,7 @@ def run(python: str, environment: dict[str, str], program: str, *arguments: str)
         env={**environment, "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=1800,
+        timeout=600,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]

@@ -12,7 +12,7 @@ import pytest
 
 from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 PROMPT = list(range(30, 50))
 BODY = {

@@ -11,7 +11,7 @@ import pytest
 
 from radix_transfer_plugins.responses import find_refs
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 PROMPT = list(range(30, 50))
 SAMPLING = {"max_tokens": 3, "temperature": 1.0, "top_k": 5, "ignore_eos": True}
