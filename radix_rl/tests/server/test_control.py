@@ -96,7 +96,7 @@ def test_flush_and_abort_all_reach_the_engine(server):
         ("/pause_generation", {"modus": "abort"}, "modus"),
         ("/release_memory_occupation", {"tags": ["cuda_graph"]}, "cuda_graph"),
         ("/abort_request", {}, "expected rid"),
-        ("/begin_weight_update", {}, "weight_version"),
+        ("/begin_weight_update", {"selector": "draft"}, "selector"),
         ("/begin_weight_update", {"weight_version": 7}, "weight_version"),
         ("/update_weights_from_disk", {"model_path": "/nonexistent"}, "/nonexistent"),
         ("/update_weight_version", {"new_version": None}, "new_version"),

@@ -112,6 +112,13 @@ def serve(
             rich_help_panel=_ACCESS,
         ),
     ] = None,
+    weight_update_timeout_seconds: Annotated[
+        float,
+        typer.Option(
+            help="How long joining a trainer's process group, and one broadcast in it, may take.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = 300.0,
     drain_seconds: Annotated[
         float, typer.Option(help="How long running requests may end after SIGTERM.", rich_help_panel=_MODEL)
     ] = 30.0,
@@ -141,7 +148,9 @@ def serve(
         seed=random_seed,
         num_threads=num_threads,
     )
-    settings = _settings(config, served_model_name or model, api_key, admin_api_key)
+    settings = _settings(
+        config, served_model_name or model, api_key, admin_api_key, weight_update_timeout_seconds
+    )
     asyncio.run(_serve(config, settings, host, port, _chat_template(chat_template), drain_seconds))
 
 
@@ -234,17 +243,27 @@ def _store_target(backend: str | None, extra_config: str, max_concurrent_puts: i
 
 
 def _settings(
-    config: "EmbeddedEngineConfig", served_model_name: str, api_key: str | None, admin_api_key: str | None
+    config: "EmbeddedEngineConfig",
+    served_model_name: str,
+    api_key: str | None,
+    admin_api_key: str | None,
+    weight_update_timeout_s: float,
 ) -> "ServerSettings":
     from radix_rl.server.settings import ServerSettings
 
     assert config.model_path is not None
+    if not weight_update_timeout_s > 0:
+        raise ConfigurationError(
+            f"--weight-update-timeout-seconds: expected more than 0, got {weight_update_timeout_s!r}"
+        )
     arguments = config.model_dump(mode="json", exclude={"output_store"})
     return ServerSettings(
         model_path=config.model_path,
         served_model_name=served_model_name,
         enable_return_routed_experts=config.enable_return_routed_experts,
         output_store_backend=config.output_store.backend if config.output_store else None,
+        device=config.device,
+        weight_update_timeout_s=weight_update_timeout_s,
         api_key=api_key,
         admin_api_key=admin_api_key,
         launch_arguments=arguments,

@@ -100,7 +100,8 @@ class Engine(ABC):
         """Forget cached prefixes."""
 
     @abstractmethod
-    async def begin_weight_update(self, version: str) -> None: ...
+    async def begin_weight_update(self, version: str) -> None:
+        """An empty `version` is one that the commit will name."""
 
     @abstractmethod
     async def update_weights(self, bucket: "WeightBucket") -> None: ...

@@ -16,6 +16,7 @@ from radix_rl.server.errors import error_response
 from radix_rl.server.openai import routes as openai_routes
 from radix_rl.server.settings import ServerSettings
 from radix_rl.server.state import ServerState
+from radix_rl.server.update_errors import update_error_response
 from radix_transfer_plugins.errors import OutputStoreError
 
 
@@ -55,8 +56,14 @@ def create_app(
     return app
 
 
+_WEIGHT_PATHS = frozenset(route.path for route in weight_routes.router.routes if isinstance(route, Route))
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(error, openai=request.url.path.startswith("/v1/"))
+    path = request.url.path
+    if path.rstrip("/") in _WEIGHT_PATHS:
+        return update_error_response(error)
+    return error_response(error, openai=path.startswith("/v1/"))
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:

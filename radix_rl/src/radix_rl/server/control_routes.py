@@ -83,7 +83,7 @@ async def release_memory_occupation(request: Request) -> Response:
     await state.engine.sleep(tags)
     if "weights" in tags:
         # Dropping the weights drops an update of them.
-        state.updating_to = None
+        state.update.dropped()
     return json_response(None)
 
 

@@ -24,6 +24,7 @@ _PROBE_TIMEOUT_S = 20.0
 
 
 @router.get("/health")
+@router.get("/ready")
 async def health(request: Request) -> Response:
     """200 if the engine can generate, 503 with the reason if not. Generates nothing."""
     try:
@@ -89,6 +90,7 @@ async def server_info(request: Request) -> Response:
             "output_store": output_store_info(state),
             "capabilities": msgspec.to_builtins(state.engine.capabilities),
             "num_running_requests": len(state.running),
+            "weight_update_groups": state.groups.names(),
         }
     )
 

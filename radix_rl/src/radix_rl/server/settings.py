@@ -12,6 +12,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enable_return_routed_experts: bool = False
     output_store_backend: str | None = None
     """Registered backend name; None: opting in is a 400."""
+    device: str = "cpu"
+    """The engine's, where weights that come over nccl are received."""
+    weight_update_timeout_s: float = 300.0
+    """How long joining a process group, and one broadcast in it, may take."""
     api_key: str | None = None
     admin_api_key: str | None = None
     """Keys are compared in constant time and never printed or returned."""

@@ -13,6 +13,8 @@ from radix_rl.errors import ConfigurationError, RequestError
 from radix_rl.server.generate_body import Item
 from radix_rl.server.metrics import ServerMetrics
 from radix_rl.server.settings import ServerSettings
+from radix_rl.server.update_groups import UpdateGroups
+from radix_rl.server.weight_update import WeightUpdate
 from radix_rl.types import GenerateRequest
 
 
@@ -39,8 +41,8 @@ class ServerState:
         self.metrics = ServerMetrics(CollectorRegistry())
         self.running: set[str] = set()
         """Ids of engine requests that clients wait for."""
-        self.updating_to: str | None = None
-        """Version of the weight update between begin and end; None: there is none."""
+        self.update = WeightUpdate(engine)
+        self.groups = UpdateGroups(settings.device, settings.weight_update_timeout_s)
 
     def check(self, items: list[Item]) -> None:
         """Refuse, before anything starts, what this server cannot answer: RequestError with the remedy."""

@@ -1,16 +1,14 @@
-"""Weight updates: begin, binary buckets, end; or a checkpoint from disk. All are admin routes.
+"""Weight updates: tensors in bodies, over a process group or from disk. All are admin routes.
 
-`/update_weights_from_tensor` takes the binary body of `radix_rl.weights.wire`. SGLang's own form is a
-pickle, which runs code of whoever sends it; it is refused.
+An update is begun, takes tensors in any of these ways, and ends; tensors that come while none has begun are
+an update of their own, with the whole model in one call.
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,44 +17,27 @@ from radix_rl.errors import ConfigurationError, EngineStateError, RequestError, 
 from radix_rl.server.body import read_body
 from radix_rl.server.errors import json_response
 from radix_rl.server.state import ServerState, state_of
+from radix_rl.server.weight_bodies import (
+    BeginBody,
+    DestroyGroupBody,
+    DiskBody,
+    EmptyBody,
+    EndBody,
+    FromDistributedBody,
+    FromTensorBody,
+    InitGroupBody,
+    TensorsBody,
+    VersionBody,
+)
 from radix_rl.weights.bucket import WeightBucket, pack_buckets
+from radix_rl.weights.flat import empty_bucket
+from radix_rl.weights.release import released
+from radix_rl.weights.safetensors_body import decode_named_tensors
 from radix_rl.weights.wire import CONTENT_TYPE, decode_bucket
 
 router = APIRouter()
 
 _DISK_BUCKET_BYTES = 256 << 20
-
-
-class BeginBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    weight_version: str
-
-
-class EndBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    weight_version: str | None = None
-    """If given, the version of begin; a guard against mixed-up updates."""
-
-
-class EmptyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True): ...
-
-
-class DiskBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    model_path: str
-    weight_version: str | None = None
-    """Default: the path."""
-    load_format: str | None = None
-    abort_all_requests: bool = False
-    flush_cache: bool = True
-    keep_pause: bool = False
-    is_async: bool = False
-    torch_empty_cache: bool = False
-    recapture_cuda_graph: bool = False
-    token_step: int = 0
-    manifest: dict[str, Any] | None = None
-
-
-class VersionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    new_version: str
-    abort_all_requests: bool = True
 
 
 def _success(message: str, **more: Any) -> Response:
@@ -66,57 +47,120 @@ def _success(message: str, **more: Any) -> Response:
 @router.post("/begin_weight_update")
 async def begin_weight_update(request: Request) -> Response:
     body = await read_body(request, BeginBody)
-    state = state_of(request)
-    if state.updating_to is not None:
-        raise EngineStateError(
-            f"an update to version {state.updating_to!r} has begun; end it or call /abort_weight_update first"
-        )
-    await state.engine.begin_weight_update(body.weight_version)
-    state.updating_to = body.weight_version
-    return _success(f"update to version {body.weight_version} begun")
+    await state_of(request).update.begin(body.weight_version)
+    named = f" to version {body.weight_version}" if body.weight_version is not None else ""
+    return _success(f"update{named} begun")
 
 
 @router.post("/update_weights_from_tensor")
 async def update_weights_from_tensor(request: Request) -> Response:
+    """One bucket in our binary form, or SGLang's JSON with safetensors in place of pickles."""
     state = state_of(request)
     content_type = request.headers.get("content-type", "").partition(";")[0].strip()
     if content_type != CONTENT_TYPE:
+        return await _from_json(request, state)
+    async with state.update.receiving:
+        state.update.check_open()
+        data = await request.body()
+        try:
+            bucket = await asyncio.to_thread(decode_bucket, data)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        await state.update.add(bucket)
+    return _success(f"{len(bucket.specs)} tensors received")
+
+
+async def _from_json(request: Request, state: ServerState) -> Response:
+    body = await read_body(request, FromTensorBody)
+    if len(body.serialized_named_tensors) != 1:
         raise RequestError(
-            f"update_weights_from_tensor: expected a body of type {CONTENT_TYPE}, got {content_type!r}; "
-            f"SGLang's pickled "
-            "tensors are refused, since unpickling runs the sender's code (see docs/server.md for the "
-            "binary form)"
+            "serialized_named_tensors: expected one entry, for the one rank of this server, got "
+            f"{len(body.serialized_named_tensors)}"
         )
-    _updating(state)
-    data = await request.body()
+    (text,) = body.serialized_named_tensors
+    async with state.update.receiving:
+        number = state.update.number
+        try:
+            bucket = await asyncio.to_thread(decode_named_tensors, text, body.load_format)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        return await _take(state, bucket, body, number)
+
+
+@router.post("/init_weights_update_group")
+async def init_weights_update_group(request: Request) -> Response:
+    """Join the trainer's process group; answers when all of its members have met."""
+    body = await read_body(request, InitGroupBody)
+    await state_of(request).groups.join(
+        body.group_name,
+        body.backend,
+        body.master_address,
+        body.master_port,
+        body.rank_offset,
+        body.world_size,
+    )
+    return _success("Succeeded to initialize custom process group.")
+
+
+@router.post("/destroy_weights_update_group")
+async def destroy_weights_update_group(request: Request) -> Response:
+    body = await read_body(request, DestroyGroupBody)
+    await state_of(request).groups.leave(body.group_name)
+    return _success("Succeeded to destroy custom process group.")
+
+
+@router.post("/update_weights_from_distributed")
+async def update_weights_from_distributed(request: Request) -> Response:
+    """Receive what rank 0 broadcasts. Everything that can be refused is refused before the receiving begins,
+    so that the sender learns of it while it can still leave its own broadcast out."""
+    body = await read_body(request, FromDistributedBody)
+    state = state_of(request)
+    packed = body.load_format == "flattened_bucket"
+    if body.load_format is not None and not packed:
+        raise RequestError(f'load_format: expected null or "flattened_bucket", got {body.load_format!r}')
+    device = state.groups.device_of(body.group_name)
     try:
-        bucket = await asyncio.to_thread(decode_bucket, data)
+        bucket = empty_bucket(body.names, body.dtypes, body.shapes, device, packed=packed)
     except ValueError as error:
         raise RequestError(str(error)) from error
-    try:
-        await state.engine.update_weights(bucket)
-    except WeightUpdateError:
-        # An engine that refuses a bucket has ended the whole update.
-        state.updating_to = None
-        raise
+    async with state.update.receiving:
+        number = state.update.number
+        try:
+            await state.groups.receive(body.group_name, bucket, packed=packed)
+        except WeightUpdateError as error:
+            await state.update.abort()
+            version = (await state.engine.info()).weight_version
+            in_force = f"version {version!r} stays in force" if version else "no weights are in force"
+            raise WeightUpdateError(f"{error}; the update is dropped, {in_force}") from error
+        return await _take(state, bucket, body, number)
+
+
+async def _take(state: ServerState, bucket: WeightBucket, body: TensorsBody, number: int | None) -> Response:
+    """Give tensors to the update that was open when they began to come, or make them one."""
+    update = state.update
+    if update.number != number:
+        raise EngineStateError("the weight update was dropped, or another begun, while its tensors came")
+    if update.is_open:
+        update.name(body.weight_version)
+        if body.abort_all_requests:
+            await state.engine.abort()
+        await update.add(bucket)
+    else:
+        async with update.at_once(
+            body.weight_version, abort_requests=body.abort_all_requests, keep_pause=False
+        ):
+            await update.add(bucket)
     return _success(f"{len(bucket.specs)} tensors received")
 
 
 @router.post("/end_weight_update")
 async def end_weight_update(request: Request) -> Response:
     body = await read_body(request, EndBody)
-    state = state_of(request)
-    version = _updating(state)
-    if body.weight_version not in (None, version):
-        raise RequestError(
-            f"weight_version: expected {version!r}, which was begun, got {body.weight_version!r}"
-        )
-    state.updating_to = None
-    try:
-        await state.engine.commit_weight_update(version)
-    except BaseException:
-        await state.engine.abort_weight_update()
-        raise
+    update = state_of(request).update
+    async with update.receiving:
+        update.check_open()
+        update.name(body.weight_version)
+        version = await update.commit()
     return _success(f"version {version} is in force", weight_version=version)
 
 
@@ -124,15 +168,14 @@ async def end_weight_update(request: Request) -> Response:
 async def abort_weight_update(request: Request) -> Response:
     """Drop a begun update; answers the same when there is none."""
     await read_body(request, EmptyBody)
-    state = state_of(request)
-    await state.engine.abort_weight_update()
-    state.updating_to = None
+    await state_of(request).update.abort()
     return _success("no update is in progress")
 
 
 @router.post("/update_weights_from_disk")
 async def update_weights_from_disk(request: Request) -> Response:
-    """Load a Hugging Face checkpoint, of the same architecture, as a new version."""
+    """Load a Hugging Face checkpoint of the same architecture: as a new version, or as the tensors of the
+    update that has begun."""
     body = await read_body(request, DiskBody)
     state = state_of(request)
     if body.load_format not in (None, "auto", "safetensors") or body.manifest:
@@ -141,18 +184,18 @@ async def update_weights_from_disk(request: Request) -> Response:
         )
     if not (Path(body.model_path) / "config.json").is_file():
         raise RequestError(f"model_path: expected a folder with a config.json, got {body.model_path!r}")
-    if state.updating_to is not None:
-        raise EngineStateError(
-            f"an update to version {state.updating_to!r} is in progress; end or abort it first"
-        )
-    version = body.weight_version or body.model_path
-    state.updating_to = version
-    try:
+    update = state.update
+    async with update.receiving:
+        if update.is_open:
+            update.name(body.weight_version)
+            await _add_all(state, await asyncio.to_thread(_read_checkpoint, body.model_path))
+            return _success(f"tensors of {body.model_path} received", num_paused_requests=0)
         buckets = await asyncio.to_thread(_read_checkpoint, body.model_path)
-        async with _paused(state, abort=body.abort_all_requests, keep=body.keep_pause):
-            await _update(state, version, buckets)
-    finally:
-        state.updating_to = None
+        version = body.weight_version or body.model_path
+        async with update.at_once(
+            version, abort_requests=body.abort_all_requests, keep_pause=body.keep_pause
+        ):
+            await _add_all(state, buckets)
     return _success(f"version {version} loaded from {body.model_path}", num_paused_requests=0)
 
 
@@ -161,61 +204,25 @@ async def update_weight_version(request: Request) -> Response:
     """Rename the weights in force."""
     body = await read_body(request, VersionBody)
     state = state_of(request)
-    if state.updating_to is not None:
-        raise EngineStateError(
-            f"an update to version {state.updating_to!r} is in progress; end or abort it first"
-        )
+    state.update.check_closed()
     if body.abort_all_requests:
         await state.engine.abort()
     await state.engine.set_weight_version(body.new_version)
     return _success(f"Weight version updated to {body.new_version}", new_version=body.new_version)
 
 
-async def _update(state: ServerState, version: str, buckets: list[WeightBucket]) -> None:
-    try:
-        await state.engine.begin_weight_update(version)
-        for bucket in buckets:
-            await state.engine.update_weights(bucket)
-        await state.engine.commit_weight_update(version)
-    except BaseException:
-        await state.engine.abort_weight_update()
-        raise
+async def _add_all(state: ServerState, buckets: Iterator[WeightBucket]) -> None:
+    while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
+        await state.update.add(bucket)
 
 
-@contextlib.asynccontextmanager
-async def _paused(state: ServerState, *, abort: bool, keep: bool) -> AsyncIterator[None]:
-    """Requests that run end with what they have, or are computed again under the new weights; a pause that
-    was there before stays."""
-    try:
-        await state.engine.pause("abort" if abort else "retract")
-    except EngineStateError:
-        if abort:
-            await state.engine.abort()
-        yield
-        return
-    try:
-        yield
-    finally:
-        if not keep:
-            await state.engine.resume()
-
-
-def _updating(state: ServerState) -> str:
-    if state.updating_to is None:
-        raise EngineStateError(
-            "no weight update has begun; call /begin_weight_update with a weight_version first"
-        )
-    return state.updating_to
-
-
-def _read_checkpoint(path: str) -> list[WeightBucket]:
-    """Through transformers, which turns a checkpoint's names into those of the model's parameters."""
+def _read_checkpoint(path: str) -> Iterator[WeightBucket]:
+    """Through transformers, which turns a checkpoint's names into those of the model's parameters. The model
+    that it builds shrinks as the buckets are taken, so that no second copy of it is ever whole."""
     from radix_rl.engines.embedded.model_loader import load_checkpoint
 
     try:
         model = load_checkpoint(Path(path), None)
     except ConfigurationError as error:
         raise RequestError(str(error)) from error
-    return list(
-        pack_buckets(((name, tensor.data) for name, tensor in model.named_parameters()), _DISK_BUCKET_BYTES)
-    )
+    return pack_buckets(released(model), _DISK_BUCKET_BYTES)

@@ -42,6 +42,7 @@ class WeightUpdater:
         )
 
     def begin(self, version: str) -> None:
+        """Open an update. An empty `version` is one that the commit names."""
         if self._pending is not None:
             raise EngineStateError(
                 f"weight update {self._pending!r} is open; commit or abort it before {version!r} begins"
@@ -114,7 +115,7 @@ class WeightUpdater:
                 "commit_weight_update needs an open update; call begin_weight_update first"
             )
         missing = sorted(set(self._shapes) - set(self._staged))
-        if version == self._pending and not missing:
+        if version and self._pending in (version, "") and not missing:
             return
         pending = self._pending
         self.abort()

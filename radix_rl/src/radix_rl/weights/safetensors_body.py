@@ -1,0 +1,132 @@
+"""SGLang's JSON body of `/update_weights_from_tensor` with safetensors in place of pickles.
+
+Each text of `serialized_named_tensors` is base64. SGLang puts a pickle there, which runs code of whoever
+sends it; here it is a file in safetensors' format:
+
+- without `load_format`: the named tensors themselves;
+- `flattened_bucket`: one tensor `flattened_tensor` ([bytes] uint8) and, under the key `metadata` of the
+  file's own metadata, a JSON list of `{"name", "dtype", "shape", "start_idx", "end_idx"}` with byte offsets.
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from radix_rl.weights.bucket import TensorSpec, WeightBucket, pack_buckets
+
+_FLAT = "flattened_tensor"
+_METADATA = "metadata"
+_ONE_BUCKET = 1 << 62
+
+
+class _FlatSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start_idx: int
+    end_idx: int
+    numel: int | None = None
+    """SGLang's name for the bytes."""
+
+
+def encode_named_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """One text of `serialized_named_tensors`, without `load_format`."""
+    return base64.b64encode(save({name: tensor.contiguous() for name, tensor in tensors.items()})).decode(
+        "ascii"
+    )
+
+
+def encode_flattened(bucket: WeightBucket) -> str:
+    """One text of `serialized_named_tensors` with `load_format` "flattened_bucket"."""
+    specs = [
+        {
+            "name": spec.name,
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "start_idx": spec.start_byte,
+            "end_idx": spec.end_byte,
+        }
+        for spec in bucket.specs
+    ]
+    data = save({_FLAT: bucket.buffer.cpu()}, metadata={_METADATA: json.dumps(specs)})
+    return base64.b64encode(data).decode("ascii")
+
+
+def decode_named_tensors(text: str, load_format: str | None) -> WeightBucket:
+    """Raises ValueError that says what is expected for a pickle and for anything else that is not
+    safetensors."""
+    if load_format not in (None, "flattened_bucket"):
+        raise ValueError(f'load_format: expected null or "flattened_bucket", got {load_format!r}')
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"serialized_named_tensors: not base64: {error}") from error
+    if data[:1] == b"\x80":
+        raise ValueError(
+            "serialized_named_tensors: this is a pickle, which is refused unread, since unpickling runs the "
+            "sender's code; send base64 of safetensors bytes (safetensors.torch.save) in its place, or the "
+            "binary body of docs/server.md"
+        )
+    try:
+        tensors = load(data)
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(
+            "serialized_named_tensors: expected base64 of safetensors bytes (safetensors.torch.save), got "
+            f"{len(data)} bytes that are none: {error}"
+        ) from error
+    if load_format is None:
+        if not tensors:
+            raise ValueError("serialized_named_tensors: expected at least one tensor, got none")
+        (bucket,) = pack_buckets(tensors.items(), _ONE_BUCKET)
+        return bucket
+    return _flattened(data, tensors)
+
+
+def _flattened(data: bytes, tensors: dict[str, torch.Tensor]) -> WeightBucket:
+    flat = tensors.get(_FLAT)
+    if flat is None or len(tensors) != 1 or flat.dtype != torch.uint8 or flat.dim() != 1:
+        found = {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()}
+        raise ValueError(f"flattened_bucket: expected one tensor {_FLAT!r} of [bytes] uint8, got {found!r}")
+    text = _metadata_of(data).get(_METADATA)
+    try:
+        specs = msgspec.json.decode(text or "", type=tuple[_FlatSpec, ...])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(
+            f"flattened_bucket: the file's metadata needs {_METADATA!r}, a JSON list of name, dtype, shape, "
+            f"start_idx and end_idx: {error}"
+        ) from error
+    if not specs or len({spec.name for spec in specs}) != len(specs):
+        raise ValueError("flattened_bucket: expected at least one tensor and no name twice")
+    bucket = WeightBucket(
+        specs=tuple(
+            TensorSpec(
+                name=spec.name,
+                dtype=spec.dtype.removeprefix("torch."),
+                shape=spec.shape,
+                start_byte=spec.start_idx,
+                end_byte=spec.end_idx,
+            )
+            for spec in specs
+        ),
+        buffer=flat.clone(),
+    )
+    try:
+        # Sizes that overflow and dtypes without plain elements show only here.
+        for _ in bucket.tensors():
+            pass
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ValueError(f"flattened_bucket: a tensor cannot be viewed: {error}") from error
+    return bucket
+
+
+def _metadata_of(data: bytes) -> dict[str, Any]:
+    """Of a file that safetensors has read, which is why its header can be trusted to be there."""
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]).get("__metadata__") or {}
