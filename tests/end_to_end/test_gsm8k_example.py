@@ -1,6 +1,7 @@
 """The GSM8K example's handling of its data path."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,13 @@ import pytest
 
 from radix_rl.config import load_config
 
+SYSTEM_PROMPT = "Solve the problem. End with the number alone after ####."
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/gsm8k"
 
 
 def run_example(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLE / "run.py"), "--runs", str(cwd / "runs"), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=290)
 
 
 def test_a_missing_data_folder_ends_before_anything_is_made(tmp_path):
@@ -61,7 +63,43 @@ def test_a_tiny_moe_trains_on_a_given_folder_through_mooncake(tmp_path):
     assert summary["response_bytes_store"] > 0
 
 
+def test_evaluation_scores_what_the_model_answers_greedily(tmp_path):
+    """Three questions, of which two have the model's own answer as their solution."""
+    model = tmp_path / "model"
+    make_tiny_moe(model)
+    questions = [f"What is {n} + 1 ?" for n in range(3)]
+    numbers = [greedy_number(model, question) for question in questions]
+    solutions = [numbers[0], numbers[1], numbers[2] + 1]
+    lines = [
+        json.dumps({"question": question, "answer": f"#### {solution}"})
+        for question, solution in zip(questions, solutions, strict=True)
+    ]
+    (tmp_path / "test.jsonl").write_text("\n".join(lines))
+
+    command = [sys.executable, str(EXAMPLE / "evaluate.py"), "--data", str(tmp_path), "--model", str(model)]
+    done = subprocess.run([*command, "--max-tokens", "8"], capture_output=True, text=True, timeout=290)
+
+    assert done.returncode == 0, done.stderr
+    assert "accuracy 0.6667 (2 of 3)" in done.stdout
+    assert "24 out" in done.stdout
+
+
+def greedy_number(folder: Path, question: str) -> int:
+    """The last number in what transformers generates."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(messages, return_tensors="pt")
+    outputs = AutoModelForCausalLM.from_pretrained(folder).generate(
+        **prompt, do_sample=False, max_new_tokens=8
+    )
+    answer = tokenizer.decode(outputs[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    return int(re.findall(r"\d+", answer)[-1])
+
+
 def make_tiny_moe(folder: Path) -> None:
+    import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
@@ -75,6 +113,7 @@ def make_tiny_moe(folder: Path) -> None:
     )
     fast.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
     fast.save_pretrained(folder)
+    torch.manual_seed(0)
     MixtralForCausalLM(
         MixtralConfig(
             vocab_size=len(words),
