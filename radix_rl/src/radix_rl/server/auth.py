@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from radix_rl.server.errors import json_response
 
-_OPEN_PREFIXES = ("/health", "/metrics")
+_OPEN_PREFIXES = ("/health", "/ready", "/metrics")
 """Probes and scrapers carry no secrets."""
 
 
