@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
+    Ernie4_5_MoeConfig,
     Glm4MoeConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -27,6 +32,7 @@ VOCABULARY = 64
 NUM_EXPERTS = 8
 TOP_K = 2
 NUM_LAYERS = 3
+INDEX_TOPK = 3
 
 torch.set_num_threads(1)
 
@@ -41,6 +47,21 @@ SHAPE = {
     "num_experts_per_tok": TOP_K,
 }
 
+MLA = SHAPE | {
+    "num_key_value_heads": 4,
+    "n_routed_experts": NUM_EXPERTS,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+DSA = MLA | {"n_group": 1, "index_topk": INDEX_TOPK, "index_n_heads": 32, "index_head_dim": 8}
+
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SHAPE, num_experts=NUM_EXPERTS, moe_intermediate_size=16, head_dim=8, norm_topk_prob=True
@@ -54,19 +75,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmoe": lambda: OlmoeConfig(**SHAPE, num_experts=NUM_EXPERTS),
     "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=NUM_EXPERTS, router_jitter_noise=0.1),
     "gpt_oss": lambda: GptOssConfig(**SHAPE, num_local_experts=NUM_EXPERTS, head_dim=8),
-    "deepseek_v3": lambda: DeepseekV3Config(
-        **{**SHAPE, "num_key_value_heads": 4},
-        n_routed_experts=NUM_EXPERTS,
-        moe_intermediate_size=16,
-        first_k_dense_replace=1,
-        n_group=2,
-        topk_group=1,
-        kv_lora_rank=8,
-        q_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    ),
+    "deepseek_v3": lambda: DeepseekV3Config(**MLA),
     "glm4_moe": lambda: Glm4MoeConfig(
         **SHAPE,
         n_routed_experts=NUM_EXPERTS,
@@ -75,6 +84,17 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         n_group=1,
         topk_group=1,
         head_dim=8,
+    ),
+    "deepseek_v2": lambda: DeepseekV2Config(**MLA, topk_method="greedy", routed_scaling_factor=1.5),
+    # Many indexer heads: a key that the ReLU of every head sets to 0 ties with others.
+    "deepseek_v32": lambda: DeepseekV32Config(**DSA),
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(**DSA, indexer_types=["full", "shared", "full"]),
+    "minimax_m2": lambda: MiniMaxM2Config(**SHAPE, num_local_experts=NUM_EXPERTS, head_dim=8),
+    "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(
+        **{name: value for name, value in SHAPE.items() if name != "num_experts_per_tok"},
+        moe_num_experts=NUM_EXPERTS,
+        moe_k=TOP_K,
+        moe_intermediate_size=16,
     ),
     "llama": lambda: LlamaConfig(
         **{name: value for name, value in SHAPE.items() if name != "num_experts_per_tok"}

@@ -2,13 +2,15 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from radix_rl.config.rollout import SamplingConfig
+from radix_rl.errors import ReplayError
 from radix_rl.train import logprobs
-from radix_rl.train.batch import collate
-from radix_rl.train.logprobs import response_logprobs, token_logprobs
+from radix_rl.train.batch import SamplingMask, TrainSample, collate
+from radix_rl.train.logprobs import KeptIds, response_logprobs, token_logprobs
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
 
@@ -32,6 +34,58 @@ LOGITS = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
 def test_transforms_are_the_engines(settings, token, probability):
     found = token_logprobs(LOGITS, torch.tensor([token]), SamplingConfig(**settings))
     assert float(found) == pytest.approx(math.log(probability), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kept", "token", "probability"),
+    [([1, 2], 1, 0.3 / 0.45), ([3], 3, 1.0), ([0, 1, 2, 3], 2, 0.15)],
+)
+def test_with_a_recorded_mask_its_ids_are_the_vocabulary(kept, token, probability):
+    mask = KeptIds(torch.zeros(len(kept), dtype=torch.int64), torch.tensor(kept))
+    # What top-k alone would leave here is another set.
+    found = token_logprobs(LOGITS, torch.tensor([token]), SamplingConfig(top_k=1), mask)
+    assert float(found) == pytest.approx(math.log(probability), abs=1e-6)
+
+
+def masked_samples(make_samples):
+    """Each response token was sampled from itself and two other ids."""
+    samples = []
+    for sample in make_samples():
+        response = sample.tokens[-sample.num_response_tokens :]
+        ids = np.stack([response, (response + 1) % 64, (response + 9) % 64], axis=1)
+        mask = SamplingMask(
+            lengths=np.full(len(response), 3, np.int32), token_ids=ids.reshape(-1).astype(np.int32)
+        )
+        fields = {name: getattr(sample, name) for name in sample.__struct_fields__}
+        samples.append(TrainSample(**{**fields, "sampling_mask": mask}))
+    return samples
+
+
+@pytest.mark.parametrize("chunk_rows", [3, 4096])
+def test_each_token_has_the_mask_it_was_sampled_from(make_model, make_samples, monkeypatch, chunk_rows):
+    monkeypatch.setattr(logprobs, "CHUNK_ROWS", chunk_rows)
+    model = make_model("llama")
+    samples = masked_samples(make_samples)
+    samples[1].loss_mask[0] = 0
+    batch = collate(samples, torch.device("cpu"))
+    found = response_logprobs(model, batch, SamplingConfig(top_k=1))
+    for row, sample in enumerate(samples):
+        ids = torch.from_numpy(sample.tokens)
+        logits = model(input_ids=ids[None]).logits[0]
+        for place in range(sample.num_response_tokens):
+            token = len(ids) - sample.num_response_tokens + place
+            kept = torch.from_numpy(sample.sampling_mask.token_ids[3 * place : 3 * place + 3]).long()
+            expected = logits[token - 1, kept].log_softmax(-1)[0] * float(sample.loss_mask[place])
+            torch.testing.assert_close(found[row, token], expected, rtol=0, atol=1e-5)
+    live = response_logprobs(model, batch, SamplingConfig(top_k=1), replay_mask=False)
+    assert (live - found).abs().max() > 1e-2
+
+
+def test_a_mask_of_another_models_vocabulary_is_refused(make_model, make_samples):
+    samples = masked_samples(make_samples)
+    samples[0].sampling_mask.token_ids[0] = 64
+    with pytest.raises(ReplayError, match="names id 64, the model's vocabulary has 64"):
+        response_logprobs(make_model("llama"), collate(samples, torch.device("cpu")), SamplingConfig(top_k=1))
 
 
 def test_positions_speak_of_the_token_itself(make_model, make_samples):

@@ -14,13 +14,29 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GlmMoeDsaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 from radix_rl.config import RunConfig, parse_config
 from radix_rl.rollout.environments.base import Environment, Problem
 
 VOCABULARY = 48
 END = 1
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": END,
+    "pad_token_id": 0,
+}
 
 
 class LikesEvenTokens(Environment):
@@ -44,28 +60,49 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four MoE layers, 8 experts, top-2, random weights that are large enough for routers to have
-    opinions."""
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        Qwen3MoeConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            moe_intermediate_size=16,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=8,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-            max_position_embeddings=128,
-            eos_token_id=END,
-            pad_token_id=0,
-        )
+    """Four MoE layers, 8 experts, top-2."""
+    config = Qwen3MoeConfig(
+        **SHAPE,
+        num_key_value_heads=2,
+        moe_intermediate_size=16,
+        num_hidden_layers=4,
+        head_dim=8,
+        num_experts=8,
+        norm_topk_prob=True,
     )
+    return _saved(config, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def sparse_attention_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GLM-MoE-DSA: a dense layer and two MoE layers; an indexer that keeps 4 keys, the second layer shares
+    the first one's choice."""
+    config = GlmMoeDsaConfig(
+        **SHAPE,
+        num_key_value_heads=4,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        n_routed_experts=8,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        index_topk=4,
+        index_n_heads=32,
+        index_head_dim=8,
+        indexer_types=["full", "shared", "full"],
+    )
+    return _saved(config, tmp_path_factory.mktemp("sparse-attention-model"))
+
+
+def _saved(config: PreTrainedConfig, path: Path) -> Path:
+    """Random weights that are large enough for routers to have opinions, and a tokenizer."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)

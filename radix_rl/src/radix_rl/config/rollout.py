@@ -23,6 +23,11 @@ class SamplingConfig(Section):
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, besides the model's own end-of-sequence ids."""
 
+    @property
+    def truncates(self) -> bool:
+        """Whether a token may be impossible that the model gives a probability."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
     @model_validator(mode="after")
     def _top_k_keeps_a_token(self) -> Self:
         if self.top_k == 0:

@@ -40,6 +40,17 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
 
+    @property
+    def replayed_outputs(self) -> tuple[str, ...]:
+        """What the engine hands over and the trainer repeats: of "routed_experts", "indexer_topk" and
+        "sampling_mask"."""
+        wanted = {
+            "routed_experts": self.train.replay_routed_experts,
+            "indexer_topk": self.train.replay_indexer_topk,
+            "sampling_mask": self.train.replay_sampling_mask and self.rollout.sampling.truncates,
+        }
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
         if self.rollout.sampling.temperature == 0:
@@ -56,7 +67,8 @@ class RunConfig(Section):
             )
         if self.engine.type == "remote" and self.weights.transport == "memory":
             raise ValueError(
-                'weights.transport "memory" needs engine.type "embedded"; set weights.transport="http"'
+                'weights.transport "memory" needs engine.type "embedded"; set weights.transport="http", or '
+                '"broadcast" or "disk", which SGLang takes too'
             )
         if (
             self.engine.type == "remote"

@@ -45,6 +45,7 @@ def _embedded(config: RunConfig, settings: EmbeddedEngineConfig, run_store: RunS
             kv_cache_tokens=settings.kv_cache_tokens,
             context_length=settings.context_length,
             enable_return_routed_experts=config.train.replay_routed_experts,
+            enable_return_indexer_topk=config.train.replay_indexer_topk,
             output_store=target,
             num_threads=config.train.num_threads,
             seed=config.seed,

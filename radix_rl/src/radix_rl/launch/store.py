@@ -31,7 +31,7 @@ def open_run_store(config: RunConfig) -> RunStore | None:
     """Connect; None when replay outputs travel inline or are not asked for. Raises the store's ConfigError
     and StoreUnavailableError."""
     settings = config.output_store
-    if not settings.enabled or not config.train.replay_routed_experts:
+    if not settings.enabled or not config.replayed_outputs:
         return None
     backend_config = dict(settings.config)
     prefix = settings.key_prefix or backend_config.get("key_prefix")

@@ -33,6 +33,15 @@ MAX_FRUITLESS_ABORTS = 3
 """An answer aborted so many times in a row without a new token is an error: the engine is not going to go
 on."""
 
+_REMEDIES = {
+    "routed_experts": "for a server: start it with --enable-return-routed-experts; for a dense model: set "
+    "train.replay_routed_experts=false",
+    "indexer_topk": "for a server: start it with --enable-return-indexer-topk; for a model without sparse "
+    "attention: set train.replay_indexer_topk=false",
+    "sampling_mask": "set train.replay_sampling_mask=false, or sample without top_k, top_p and min_p",
+}
+"""Replay output -> what to do when the engine does not return it."""
+
 
 class RolloutGenerator:
     """Turns problems into scored samples. One event loop; holds no state between calls.
@@ -178,16 +187,14 @@ class RolloutGenerator:
 
     def _check_engine(self) -> None:
         replay, store_backend = self._builder.replay, self._builder.store_backend
-        unknown = replay - {"routed_experts", "indexer_topk", "sampling_mask"}
+        unknown = replay - set(_REMEDIES)
         if unknown:
             raise ConfigurationError(f"unknown replay outputs {sorted(unknown)}")
         can = self._engine.capabilities
         for name in sorted(replay):
             if not getattr(can, name):
                 raise ConfigurationError(
-                    f"the trainer is to replay {name}, which this engine does not return; for a server: "
-                    "start it with "
-                    "--enable-return-routed-experts; for a dense model: set train.replay_routed_experts=false"
+                    f"the trainer is to replay {name}, which this engine does not return; {_REMEDIES[name]}"
                 )
         if replay and self._builder.store is not None and can.output_store != store_backend:
             raise ConfigurationError(

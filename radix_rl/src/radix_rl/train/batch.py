@@ -1,14 +1,24 @@
 """Batches the trainer computes on: single samples without padding, and padded tensors of a microbatch of
 them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 import torch
 
 from radix_rl.errors import ReplayError, TrainingError
+from radix_rl.rollout.replay_index import PER_TOKEN_FIELDS
 from radix_rl.rollout.sample import Sample
+
+
+class SamplingMask(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The vocabulary that each of C response tokens was sampled from, one list after the other."""
+
+    lengths: np.ndarray
+    """`[C]` int32, 0 where a token was not sampled."""
+    token_ids: np.ndarray
+    """`[sum of lengths]` int32."""
 
 
 class TrainSample(msgspec.Struct, kw_only=True, eq=False):
@@ -29,6 +39,9 @@ class TrainSample(msgspec.Struct, kw_only=True, eq=False):
     routed_experts: np.ndarray | None = None
     """`[N - 1, layers, top_k]` int32, row t = choices made while token t went through; -1 where there is
     none."""
+    indexer_topk: np.ndarray | None = None
+    """`[N - 1, indexers, index_topk]` int32, likewise."""
+    sampling_mask: SamplingMask | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -60,23 +73,34 @@ class TrainBatch(msgspec.Struct, kw_only=True, eq=False):
     """float32, `TrainSample.loss_scale` where loss_mask is 1, else 0."""
     routed_experts_btlk: torch.Tensor | None = None
     """int32; -1 where there is no row (last token, padding, dense layer)."""
+    indexer_topk_btik: torch.Tensor | None = None
+    """int32, i indexers; -1 where there is no row or fewer keys exist."""
+    mask_lengths_bt: torch.Tensor | None = None
+    """int64, ids that token t was sampled from; 0 where it was not sampled."""
+    mask_ids: torch.Tensor | None = None
+    """int64, those ids one after the other, in the order of `mask_lengths_bt`."""
 
 
 def make_train_sample(
-    sample: Sample, *, advantage: float, loss_scale: float, routed_experts: np.ndarray | None
+    sample: Sample, *, advantage: float, loss_scale: float, replay: Mapping[str, np.ndarray]
 ) -> TrainSample:
-    """Checks what a rollout hands over. Raises TrainingError for log-probabilities that are absent."""
+    """`replay`: the sample's part of `assemble_replay`'s answer.
+
+    Checks what a rollout hands over. Raises TrainingError for log-probabilities that are absent, ReplayError
+    for a number of rows that is not the sample's.
+    """
     if len(sample.rollout_logprobs) != len(sample.loss_mask):
         raise TrainingError(
             f"sample {sample.name}: expected {len(sample.loss_mask)} rollout log-probabilities, one for each "
             "response "
             f"token, got {len(sample.rollout_logprobs)}"
         )
-    if routed_experts is not None and len(routed_experts) != len(sample.tokens) - 1:
-        raise ReplayError(
-            f"sample {sample.name}: expected {len(sample.tokens) - 1} rows of routed_experts for "
-            f"{len(sample.tokens)} tokens, got {len(routed_experts)}"
-        )
+    for field in PER_TOKEN_FIELDS:
+        if field in replay and len(replay[field]) != len(sample.tokens) - 1:
+            raise ReplayError(
+                f"sample {sample.name}: expected {len(sample.tokens) - 1} rows of {field} for "
+                f"{len(sample.tokens)} tokens, got {len(replay[field])}"
+            )
     return TrainSample(
         name=sample.name,
         tokens=np.asarray(sample.tokens, dtype=np.int64),
@@ -84,12 +108,39 @@ def make_train_sample(
         rollout_logprobs=np.asarray(sample.rollout_logprobs, dtype=np.float32),
         advantage=advantage,
         loss_scale=loss_scale,
-        routed_experts=routed_experts,
+        routed_experts=replay.get("routed_experts"),
+        indexer_topk=replay.get("indexer_topk"),
+        sampling_mask=_sampling_mask(sample, replay),
     )
 
 
+def _sampling_mask(sample: Sample, replay: Mapping[str, np.ndarray]) -> SamplingMask | None:
+    """Raises ReplayError unless each token that counts was sampled from a mask that holds it: without, its
+    probability here would be that of another distribution, or none."""
+    if "sampling_mask_lengths" not in replay:
+        return None
+    lengths, ids = replay["sampling_mask_lengths"], replay["sampling_mask_token_ids"]
+    if len(lengths) != len(sample.loss_mask) or int(lengths.sum()) != len(ids):
+        raise ReplayError(
+            f"sample {sample.name}: expected sampling masks of {len(sample.loss_mask)} response tokens, got "
+            f"{len(lengths)} lengths that add up to {int(lengths.sum())}, and {len(ids)} ids"
+        )
+    response = np.asarray(sample.tokens[sample.prompt_tokens :], dtype=np.int64)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    holds_its_token = np.zeros(len(lengths), dtype=bool)
+    holds_its_token[owner[ids == response[owner]]] = True
+    without = np.flatnonzero((np.asarray(sample.loss_mask) > 0) & ~holds_its_token)
+    if len(without):
+        place = int(without[0])
+        raise ReplayError(
+            f"sample {sample.name}: response token {place} (id {response[place]}) is not in the mask of "
+            f"{int(lengths[place])} ids that it was sampled from"
+        )
+    return SamplingMask(lengths=lengths, token_ids=ids)
+
+
 def collate(samples: Sequence[TrainSample], device: torch.device) -> TrainBatch:
-    """Pad samples to the longest of them. Either all or none have routed experts."""
+    """Pad samples to the longest of them. Each replay output is on all of them or on none."""
     num_samples, width = len(samples), max(sample.num_tokens for sample in samples)
     input_ids = np.zeros((num_samples, width), dtype=np.int64)
     response = {
@@ -111,25 +162,46 @@ def collate(samples: Sequence[TrainSample], device: torch.device) -> TrainBatch:
         rollout_logprobs_bt=tensors["rollout"],
         advantages_bt=tensors["advantage"],
         loss_scale_bt=tensors["scale"],
-        routed_experts_btlk=_pad_experts(samples, width, device),
+        routed_experts_btlk=_pad_rows(samples, "routed_experts", width, device),
+        indexer_topk_btik=_pad_rows(samples, "indexer_topk", width, device),
+        **_join_masks(samples, width, device),
     )
 
 
-def _pad_experts(samples: Sequence[TrainSample], width: int, device: torch.device) -> torch.Tensor | None:
-    first = samples[0].routed_experts
+def _pad_rows(
+    samples: Sequence[TrainSample], field: str, width: int, device: torch.device
+) -> torch.Tensor | None:
+    first = getattr(samples[0], field)
     if first is None:
         return None
     padded = np.full((len(samples), width, *first.shape[1:]), -1, dtype=np.int32)
     for row, sample in enumerate(samples):
-        if sample.routed_experts is None or sample.routed_experts.shape[1:] != first.shape[1:]:
-            got = None if sample.routed_experts is None else sample.routed_experts.shape[1:]
+        rows = getattr(sample, field)
+        if rows is None or rows.shape[1:] != first.shape[1:]:
             raise ReplayError(
-                f"sample {sample.name}: expected routed_experts of {first.shape[1:]} layers and experts a "
-                "token like "
-                f"sample {samples[0].name}, got {got}"
+                f"sample {sample.name}: expected {field} with rows of shape {first.shape[1:]} like sample "
+                f"{samples[0].name}, got {None if rows is None else rows.shape[1:]}"
             )
-        padded[row, : len(sample.routed_experts)] = sample.routed_experts
+        padded[row, : len(rows)] = rows
     return torch.from_numpy(padded).to(device)
+
+
+def _join_masks(
+    samples: Sequence[TrainSample], width: int, device: torch.device
+) -> dict[str, torch.Tensor | None]:
+    masks = [sample.sampling_mask for sample in samples]
+    if masks[0] is None:
+        return {"mask_lengths_bt": None, "mask_ids": None}
+    lengths = np.zeros((len(samples), width), dtype=np.int64)
+    for row, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
+        if mask is None:
+            raise ReplayError(f"sample {sample.name} has no sampling mask, sample {samples[0].name} has one")
+        lengths[row, sample.num_tokens - sample.num_response_tokens : sample.num_tokens] = mask.lengths
+    ids = np.concatenate([mask.token_ids for mask in masks if mask is not None]).astype(np.int64)
+    return {
+        "mask_lengths_bt": torch.from_numpy(lengths).to(device),
+        "mask_ids": torch.from_numpy(ids).to(device),
+    }
 
 
 def split_microbatches(samples: Sequence[TrainSample], max_tokens: int) -> list[list[int]]:

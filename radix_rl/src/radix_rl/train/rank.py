@@ -19,6 +19,13 @@ from radix_rl.train.worker import PolicyWorker
 from radix_rl.weights.sync import named_weights
 from radix_transfer_plugins import OutputStore
 
+_FIELDS = {
+    "routed_experts": ("routed_experts",),
+    "indexer_topk": ("indexer_topk",),
+    "sampling_mask": ("sampling_mask_lengths", "sampling_mask_token_ids"),
+}
+"""Replay output -> the stored fields that the trainer needs of it."""
+
 
 class RankTrainer:
     """Reads the replay outputs of its own samples, once each, and trains on them. Does not delete them."""
@@ -79,7 +86,7 @@ class RankTrainer:
                     task.sample,
                     advantage=task.advantage,
                     loss_scale=task.loss_scale,
-                    routed_experts=next(rows).get("routed_experts"),
+                    replay=next(rows),
                 )
                 for task in minibatch
             ]
@@ -87,12 +94,13 @@ class RankTrainer:
         ]
 
     def _replay_rows(self, tasks: Sequence[SampleTask]) -> list[dict]:
-        if not self._config.train.replay_routed_experts:
+        fields = [field for output in self._config.replayed_outputs for field in _FIELDS[output]]
+        if not fields:
             return [{} for _ in tasks]
         return assemble_replay(
             [task.sample for task in tasks],
             self._store,
-            ["routed_experts"],
+            fields,
             self._config.output_store.read_buffer_bytes,
         )
 

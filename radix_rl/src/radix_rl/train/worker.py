@@ -3,7 +3,7 @@ steps."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,9 @@ from radix_rl.train.gap import GapSums
 from radix_rl.train.logprobs import response_logprobs
 from radix_rl.train.losses import kl_to_reference, policy_loss
 from radix_rl.train.ranks import Ranks
-from radix_rl.train.replay import ReplayCounts, RouterReplay
+from radix_rl.train.replay.counts import ReplayCounts
+from radix_rl.train.replay.experts import RouterReplay
+from radix_rl.train.replay.indexers import IndexerReplay
 from radix_rl.train.schedule import learning_rate
 
 
@@ -65,11 +67,12 @@ class PolicyWorker:
         self.optimizer_steps = 0
         """Taken so far; the schedule depends on it."""
         self._device = torch.device(config.train.device)
-        self._replay = (
-            RouterReplay(model, max_live_share=config.train.max_live_routed_share)
-            if config.train.replay_routed_experts
-            else None
-        )
+        live_share = config.train.max_live_routed_share
+        self._replays: list[RouterReplay | IndexerReplay] = []
+        if config.train.replay_routed_experts:
+            self._replays.append(RouterReplay(model, max_live_share=live_share))
+        if config.train.replay_indexer_topk:
+            self._replays.append(IndexerReplay(model, max_live_share=live_share))
 
     def train_step(
         self, minibatches: Sequence[Sequence[TrainSample]], *, measure_without_replay: bool = False
@@ -84,7 +87,7 @@ class PolicyWorker:
         step = _StepSums()
         samples = [sample for minibatch in minibatches for sample in minibatch]
         metrics: dict[str, float] = {}
-        if measure_without_replay and self._replay is not None:
+        if measure_without_replay and self._replays_anything:
             metrics |= self._gap_metrics(self._measure_gap(samples), "without_replay")
         old: dict[int, torch.Tensor] | None = None
         if len(minibatches) > 1:
@@ -93,10 +96,9 @@ class PolicyWorker:
         norms = []
         for minibatch in minibatches:
             norms.append(self._minibatch(minibatch, old, reference, step))
-        metrics |= self._gap_metrics(step.gap, "without_replay" if self._replay is None else "with_replay")
+        metrics |= self._gap_metrics(step.gap, "with_replay" if self._replays_anything else "without_replay")
         metrics |= self._loss_metrics(step, len(minibatches))
-        if self._replay is not None:
-            metrics |= self._replay_metrics(step.replay)
+        metrics |= self._replay_metrics(step.replay)
         metrics["train/grad_norm"] = sum(norms) / len(norms)
         return metrics
 
@@ -107,7 +109,9 @@ class PolicyWorker:
         with torch.no_grad():
             for group, batch in self._microbatches(samples):
                 with self._routing(batch, ReplayCounts(), replay) as forward_finished:
-                    values = response_logprobs(self.model, batch, self.config.rollout.sampling)
+                    values = response_logprobs(
+                        self.model, batch, self.config.rollout.sampling, replay_mask=replay
+                    )
                     forward_finished()
                 found |= _split(group, values)
         return [found[id(sample)][-sample.num_response_tokens :] for sample in samples]
@@ -198,12 +202,15 @@ class PolicyWorker:
 
     @contextmanager
     def _routing(self, batch: TrainBatch, counts: ReplayCounts, replay: bool) -> Iterator[Callable[[], None]]:
-        """Replay for the block, if it is on; yields what to call after the forward pass."""
-        if self._replay is None or not replay:
-            yield lambda: None
-            return
-        with self._replay.microbatch(batch, counts) as bound:
-            yield bound.forward_finished
+        """Replay by hooks for the block, if it is on; yields what to call after the forward pass."""
+        with ExitStack() as stack:
+            bound = [stack.enter_context(one.microbatch(batch, counts)) for one in self._replays if replay]
+
+            def forward_finished() -> None:
+                for one in bound:
+                    one.forward_finished()
+
+            yield forward_finished
 
     def _logprobs_by_sample(self, samples: Sequence[TrainSample], step: _StepSums) -> dict[int, torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
@@ -217,11 +224,11 @@ class PolicyWorker:
         return found
 
     def _measure_gap(self, samples: Sequence[TrainSample]) -> GapSums:
-        """One more forward pass, with live routing."""
+        """One more forward pass, in which the model makes its own choices."""
         gap = GapSums()
         with torch.no_grad():
             for _, batch in self._microbatches(samples):
-                values = response_logprobs(self.model, batch, self.config.rollout.sampling)
+                values = response_logprobs(self.model, batch, self.config.rollout.sampling, replay_mask=False)
                 gap.add(values, batch.rollout_logprobs_bt, batch.loss_mask_bt)
         return gap
 
@@ -272,10 +279,18 @@ class PolicyWorker:
 
     def _replay_metrics(self, counts: ReplayCounts) -> dict[str, float]:
         sums = self.ranks.sum({name: float(value) for name, value in vars(counts).items()})
-        return {
-            "replay/router_disagreement": sums["disagreeing"] / max(sums["token_layers"], 1.0),
-            "replay/live_routed_share": sums["live_rows"] / max(sums["rows"], 1.0),
-        }
+        metrics: dict[str, float] = {}
+        if self.config.train.replay_routed_experts:
+            metrics["replay/router_disagreement"] = sums["disagreeing"] / max(sums["token_layers"], 1.0)
+            metrics["replay/live_routed_share"] = sums["live_rows"] / max(sums["rows"], 1.0)
+        if self.config.train.replay_indexer_topk:
+            token_layers = max(sums["indexer_token_layers"], 1.0)
+            metrics["replay/indexer_disagreement"] = sums["indexer_disagreeing"] / token_layers
+        return metrics
+
+    @property
+    def _replays_anything(self) -> bool:
+        return bool(self.config.replayed_outputs)
 
 
 def _split(group: Sequence[TrainSample], values_bt: torch.Tensor) -> dict[int, torch.Tensor]:

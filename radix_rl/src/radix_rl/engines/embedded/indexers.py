@@ -10,16 +10,7 @@ from radix_rl.engines.embedded.capture import RowCapture
 from radix_rl.engines.embedded.kv_slots import SlotCache
 from radix_rl.engines.embedded.step import active_step
 from radix_rl.errors import ConfigurationError
-
-
-def find_indexers(layers: torch.nn.ModuleList) -> list[torch.nn.Module]:
-    """Indexers in layer order. Layers that reuse another layer's choice have none."""
-    return [
-        module
-        for layer in layers
-        for module in layer.modules()
-        if type(module).__name__.endswith("Indexer") and hasattr(module, "index_topk")
-    ]
+from radix_rl.model_layers import find_indexers
 
 
 def attach_indexers(

@@ -13,6 +13,7 @@ from radix_rl.engines.embedded.attention import ATTENTION_NAME, register_attenti
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
 from radix_rl.engines.embedded.kv_slots import STRIDE_MULTIPLE
 from radix_rl.errors import ConfigurationError
+from radix_rl.model_layers import decoder_layers
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def load_model(
         model=model,
         tokenizer=tokenizer,
         text_config=text_config,
-        layers=_decoder_layers(model, text_config.num_hidden_layers),
+        layers=decoder_layers(model),
         end_token_ids=_end_token_ids(model, tokenizer),
         context_length=_context_length(config, text_config),
     )
@@ -154,20 +155,6 @@ def _use_slot_attention(model: PreTrainedModel) -> None:
             "embedded "
             "engine cannot give it a cache"
         )
-
-
-def _decoder_layers(model: PreTrainedModel, num_layers: int) -> torch.nn.ModuleList:
-    named = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList)
-        and len(module) >= num_layers
-        and name.split(".")[-1] in ("layers", "h")
-    ]
-    if not named:
-        raise ConfigurationError(f"{type(model).__name__}: found no list of {num_layers} decoder layers")
-    layers = min(named, key=lambda item: item[0].count("."))[1]
-    return layers[:num_layers]  # type: ignore[return-value]
 
 
 def _end_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:

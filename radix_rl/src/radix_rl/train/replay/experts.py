@@ -13,24 +13,11 @@ from transformers import PreTrainedModel
 
 from radix_rl.errors import ReplayError, TrainingError
 from radix_rl.train.batch import TrainBatch
-from radix_rl.train.routers import RouterWeights, find_replay_routers
+from radix_rl.train.replay.counts import ReplayCounts
+from radix_rl.train.replay.router_weights import RouterWeights, find_replay_routers
 
 RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Logits `[tokens, experts]`, weights `[tokens, k]`, experts `[tokens, k]`."""
-
-
-@dataclass
-class ReplayCounts:
-    """Sums over microbatches; token rows are those of real tokens, each sample's last one left out."""
-
-    token_layers: int = 0
-    """Replayed token rows times routed layers."""
-    disagreeing: int = 0
-    """Of those, where the live top-k set differs from the recorded one."""
-    rows: int = 0
-    """Token rows in all."""
-    live_rows: int = 0
-    """Token rows without a recorded choice, which were routed live."""
 
 
 @dataclass
@@ -95,7 +82,7 @@ class RouterReplay:
 
     def _hook(self, layer: int, family: RouterWeights) -> Callable[..., RouterOutput]:
         def hook(router: torch.nn.Module, _args: object, output: RouterOutput) -> RouterOutput:
-            logits, _, live = output
+            logits, weights, live = output
             binding = self._bound
             assert binding is not None
             recorded = binding.experts[layer]
@@ -110,7 +97,7 @@ class RouterReplay:
                 differs = (recorded.sort(dim=-1).values != live.sort(dim=-1).values).any(dim=-1)
                 binding.disagreeing.append((differs & binding.counted).sum())
             chosen = torch.where(recorded >= 0, recorded, live) if binding.has_live_rows else recorded
-            return logits, family.weights(router, logits, chosen), chosen
+            return logits, family.weights(router, logits, chosen).to(weights.dtype), chosen
 
         return hook
 

@@ -1,16 +1,21 @@
 """Routing replay against the live model."""
 
+import ast
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from radix_rl.config.rollout import SamplingConfig
 from radix_rl.errors import ConfigurationError, ReplayError
 from radix_rl.train.batch import TrainSample, collate
 from radix_rl.train.logprobs import response_logprobs
-from radix_rl.train.replay import ReplayCounts, RouterReplay
-from radix_rl.train.routers import find_replay_routers
+from radix_rl.train.replay.counts import ReplayCounts
+from radix_rl.train.replay.experts import RouterReplay
+from radix_rl.train.replay.router_weights import FAMILIES, find_replay_routers
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingConfig()
@@ -21,8 +26,13 @@ MOE_FAMILIES = (
     "olmoe",
     "mixtral",
     "gpt_oss",
+    "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
     "glm4_moe",
+    "glm_moe_dsa",
+    "minimax_m2",
+    "ernie4_5_moe",
 )
 
 
@@ -251,3 +261,34 @@ def test_a_dense_model_and_an_unknown_router_are_refused(make_model):
     router.__class__ = type("SomeNewRouter", (type(router),), {})
     with pytest.raises(ConfigurationError, match=r"layer 1: expected one router .* got \['SomeNewRouter'\]"):
         RouterReplay(model, max_live_share=0.0)
+
+
+def forward_code(class_name: str) -> str:
+    """What a router class of transformers computes, without comments."""
+    (path,) = [
+        path
+        for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+        if f"class {class_name}(" in path.read_text()
+    ]
+    (found,) = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", "") == class_name]
+    assert isinstance(found, ast.ClassDef)
+    (forward,) = [node for node in found.body if getattr(node, "name", "") == "forward"]
+    return ast.unparse(forward)
+
+
+def test_every_router_that_is_known_computes_what_a_tested_one_does(make_model):
+    tested = {
+        type(router).__name__
+        for family in MOE_FAMILIES
+        for router, _ in find_replay_routers(make_model(family)).values()
+    }
+    codes = {forward_code(name) for name in tested}
+    # Qwen3.5-MoE and its kin are Qwen3-MoE that always normalises.
+    always = forward_code("Qwen3_5MoeTopKRouter").splitlines()
+    sometimes = forward_code("Qwen3MoeTopKRouter").splitlines()
+    assert [line.strip() for line in always] == [
+        line.strip() for line in sometimes if "norm_topk_prob" not in line
+    ]
+    codes.add("\n".join(always))
+    for name in sorted(set().union(*(family.class_names for family in FAMILIES))):
+        assert forward_code(name) in codes, name

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from radix_rl.errors import ConfigurationError
+from radix_rl.model_layers import decoder_layers
 
 
 class RouterWeights(ABC):
@@ -24,38 +25,56 @@ class RouterWeights(ABC):
 
     @abstractmethod
     def weights(self, router: Any, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
-        """`[n, k]` in the router's own output dtype."""
+        """`[n, k]`; replay casts it to the dtype of the router's own answer."""
 
 
 class SoftmaxThenChoose(RouterWeights):
-    """Softmax over all experts, and the chosen shares normalised where the router has `norm_topk_prob`
-    set."""
+    """Softmax over all experts in float32; the chosen shares are normalised unless the router's
+    `norm_topk_prob` says no."""
 
     class_names = frozenset(
         {
+            "FlexOlmoTopKRouter",
+            "MellumTopKRouter",
+            "MiniMaxTopKRouter",
+            "MixtralTopKRouter",
+            "OlmoeTopKRouter",
             "Qwen2MoeTopKRouter",
             "Qwen3MoeTopKRouter",
             "Qwen3NextTopKRouter",
-            "OlmoeTopKRouter",
-            "FlexOlmoTopKRouter",
+            "Qwen3OmniMoeTextTopKRouter",
+            "Qwen3OmniMoeThinkerTextTopKRouter",
+            "Qwen3VLMoeTextTopKRouter",
+            "Qwen3_5MoeTopKRouter",
         }
     )
 
     def weights(self, router: Any, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
         chosen = logits_ne.softmax(dim=-1, dtype=torch.float32).gather(1, experts_nk)
-        if router.norm_topk_prob:
+        if getattr(router, "norm_topk_prob", True):
             chosen = chosen / chosen.sum(dim=-1, keepdim=True)
-        return chosen.to(logits_ne.dtype)
+        return chosen
 
 
-class SoftmaxThenNormalise(RouterWeights):
-    """Softmax over all experts and the chosen shares normalised, in float32."""
+class SoftmaxThenScale(RouterWeights):
+    """Softmax over all experts in float32, times a constant."""
 
-    class_names = frozenset({"MixtralTopKRouter", "MiniMaxTopKRouter"})
+    class_names = frozenset({"DeepseekV2TopkRouter"})
 
     def weights(self, router: Any, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
-        chosen = logits_ne.float().softmax(dim=-1).gather(1, experts_nk)
-        return chosen / chosen.sum(dim=-1, keepdim=True)
+        chosen = logits_ne.softmax(dim=-1, dtype=torch.float32).gather(1, experts_nk)
+        return chosen * router.routed_scaling_factor
+
+
+class SoftmaxThenNormaliseAbove(RouterWeights):
+    """Softmax over all experts in float32, the chosen shares over their sum or a floor; a bias only
+    chooses."""
+
+    class_names = frozenset({"Ernie4_5_MoeTopKRouter"})
+
+    def weights(self, router: Any, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
+        chosen = logits_ne.softmax(dim=-1, dtype=torch.float32).gather(1, experts_nk)
+        return chosen / chosen.sum(dim=-1, keepdim=True).clamp(min=router.norm_min)
 
 
 class ChooseThenSoftmax(RouterWeights):
@@ -71,7 +90,22 @@ class SigmoidThenScale(RouterWeights):
     """Sigmoid of each logit, normalised where `norm_topk_prob` is set, times a constant; the bias only
     chooses."""
 
-    class_names = frozenset({"DeepseekV3TopkRouter", "Glm4MoeTopkRouter"})
+    class_names = frozenset(
+        {
+            "DeepseekV32TopkRouter",
+            "DeepseekV3TopkRouter",
+            "Dots1TopkRouter",
+            "ExaoneMoeTopkRouter",
+            "Glm4MoeLiteTopkRouter",
+            "Glm4MoeTopkRouter",
+            "Glm4vMoeTextTopkRouter",
+            "GlmMoeDsaTopkRouter",
+            "KimiLinearTopkRouter",
+            "MiMoV2FlashTopkRouter",
+            "NemotronHTopkRouter",
+            "SolarOpenTopkRouter",
+        }
+    )
 
     def weights(self, router: Any, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
         chosen = logits_ne.sigmoid().gather(1, experts_nk)
@@ -80,11 +114,23 @@ class SigmoidThenScale(RouterWeights):
         return chosen * router.routed_scaling_factor
 
 
+class SigmoidThenNormalise(RouterWeights):
+    """Sigmoid of each logit in float32, normalised; the bias only chooses."""
+
+    class_names = frozenset({"MiniMaxM2TopKRouter"})
+
+    def weights(self, router: Any, logits_ne: torch.Tensor, experts_nk: torch.Tensor) -> torch.Tensor:
+        chosen = logits_ne.float().sigmoid().gather(1, experts_nk)
+        return chosen / chosen.sum(dim=-1, keepdim=True)
+
+
 FAMILIES: tuple[RouterWeights, ...] = (
     SoftmaxThenChoose(),
-    SoftmaxThenNormalise(),
+    SoftmaxThenScale(),
+    SoftmaxThenNormaliseAbove(),
     ChooseThenSoftmax(),
     SigmoidThenScale(),
+    SigmoidThenNormalise(),
 )
 
 _BY_CLASS: Mapping[str, RouterWeights] = {name: family for family in FAMILIES for name in family.class_names}
@@ -108,7 +154,7 @@ def find_replay_routers(model: PreTrainedModel) -> dict[int, tuple[Any, RouterWe
             raise ConfigurationError(
                 f"layer {index}: expected one router that replay knows, got {names}; known: "
                 f"{sorted(_BY_CLASS)}. Add its "
-                "weighting to radix_rl.train.routers, or set train.replay_routed_experts=false"
+                "weighting to radix_rl.train.replay.router_weights, or set train.replay_routed_experts=false"
             )
         if routers:
             found[index] = (routers[0], _BY_CLASS[type(routers[0]).__name__])
@@ -119,13 +165,3 @@ def find_replay_routers(model: PreTrainedModel) -> dict[int, tuple[Any, RouterWe
             "model"
         )
     return found
-
-
-def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The `num_hidden_layers` decoder layers of a causal LM, in order."""
-    config = model.config.get_text_config(decoder=True)
-    count = int(config.num_hidden_layers)
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and name.endswith("layers") and len(module) >= count:
-            return list(module)[:count]
-    raise ConfigurationError(f"{type(model).__name__}: found no list of {count} decoder layers")

@@ -1,0 +1,21 @@
+"""`ReplayCounts`: what replay adds up over the microbatches of a step."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class ReplayCounts:
+    """Token rows are those of real tokens, each sample's last one left out."""
+
+    token_layers: int = 0
+    """Replayed token rows times routed layers."""
+    disagreeing: int = 0
+    """Of those, where the live top-k set differs from the recorded one."""
+    rows: int = 0
+    """Token rows in all."""
+    live_rows: int = 0
+    """Token rows without a recorded choice, which were routed live."""
+    indexer_token_layers: int = 0
+    """Replayed token rows times indexers."""
+    indexer_disagreeing: int = 0
+    """Of those, where the live set of positions differs from the recorded one."""
