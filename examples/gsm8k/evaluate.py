@@ -21,7 +21,7 @@ from radix_rl.errors import ConfigurationError, DataError, EngineError, RadixErr
 from radix_rl.rollout.environments.gsm8k import Record, final_number, read_records, solution_of
 
 SYSTEM_PROMPT = "Solve the problem. End with the number alone after ####."
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 900.0
 REQUEST_TIMEOUT_S = 1800.0
 
 

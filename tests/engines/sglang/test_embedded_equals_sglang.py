@@ -25,16 +25,16 @@ EXPERTS_SHAPE = (-1, 3, 2)
 LOGPROB_TOLERANCE = 1e-4
 
 ADDED_HERE = re.compile(
-    r"only here: \$(\[\])?(\.choices\[\])?(\.meta_info)?"
-    r"\.(routed_experts_shape|routed_experts_start_len|weight_versions|error)"
+    r"only here: \$([][.\w]*\.(routed_experts_shape|routed_experts_start_len)|\.error|\.success)$"
 )
 """Keys beyond SGLang's, wherever they are."""
 VOLATILE = re.compile(
     r"\.(id|created|e2e_latency|response_sent_to_client_ts|message|cached_tokens|cached_tokens_details)$"
 )
 """Names, times and texts for people; and the cache, which here shares whole blocks."""
-WHEN_SENT = re.compile(r": \$\[\]\.meta_info\.response_sent_to_client_ts")
-"""In a stream SGLang has it in the first event, here it is in the last."""
+OF_ONE_SIDE = re.compile(r"\.(response_sent_to_client_ts|cached_tokens_details)$")
+"""The first is in the first event of SGLang's streams and in the last here, the second is null where nothing
+was cached."""
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 V1 = {"model": "tiny", "temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -325,14 +325,65 @@ def test_answers_are_sglang_s_but_for_the_differences_named(servers: tuple[Any, 
     assert found == set(case.known), f"{theirs.text}\n{ours.text}"
 
 
+ADMIN_ROUTES = [
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/flush_cache",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/begin_weight_update",
+    "/update_weights_from_tensor",
+    "/end_weight_update",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+    "/init_weights_update_group",
+    "/update_weights_from_distributed",
+    "/destroy_weights_update_group",
+]
+PLAIN_ROUTES = ["/generate", "/v1/completions", "/v1/chat/completions"]
+OPEN_ROUTES = ["/health", "/health_generate", "/ready"]
+INFO_ROUTES = ["/model_info", "/get_model_info", "/server_info", "/get_server_info", "/v1/models"]
+AUTHORIZATIONS = [
+    None,
+    f"Bearer {KEY}",
+    f"Bearer {ADMIN_KEY}",
+    f"bearer {KEY}",
+    f"Bearer  {KEY}",
+    f"Basic {KEY}",
+    KEY,
+    "Bearer",
+]
+
+
+@pytest.mark.parametrize("path", [*ADMIN_ROUTES, *PLAIN_ROUTES, *OPEN_ROUTES, *INFO_ROUTES])
+def test_each_route_takes_the_keys_that_it_takes_in_sglang(servers: tuple[Any, Any], path: str) -> None:
+    """With both keys set. Bodies are broken, so that nothing happens where a key is taken."""
+    method = "GET" if path in OPEN_ROUTES + INFO_ROUTES else "POST"
+    is_open = path in OPEN_ROUTES
+    taken = {f"Bearer {ADMIN_KEY}"} if path in ADMIN_ROUTES else {f"Bearer {KEY}", f"bearer {KEY}"}
+    for value in AUTHORIZATIONS:
+        headers = {"Content-Type": "application/json"} | ({} if value is None else {"Authorization": value})
+        for server in servers:
+            answer = httpx.request(
+                method,
+                server.url + path,
+                headers=headers,
+                content=b"{" if method == "POST" else None,
+                timeout=60,
+            )
+            assert (answer.status_code != 401) == (is_open or value in taken), (server.url, value)
+            if answer.status_code == 401:
+                assert answer.json() == {"error": "Unauthorized"}
+
+
 def differences(theirs: httpx.Response, ours: httpx.Response, without_null: bool) -> Iterator[str]:
     """Without those that are true of every answer."""
     if theirs.status_code != ours.status_code:
         yield f"status {theirs.status_code}, here {ours.status_code}"
         return
-    bodies = [content_of(response, without_null) for response in (theirs, ours)]
-    for found in of_values(*bodies, "$"):
-        if not ADDED_HERE.match(found) and not WHEN_SENT.search(found):
+    for found in of_values(content_of(theirs, without_null), content_of(ours, without_null), "$"):
+        if not ADDED_HERE.match(found) and not OF_ONE_SIDE.search(found):
             yield found
 
 
@@ -351,24 +402,34 @@ def content_of(response: httpx.Response, without_null: bool) -> Any:
     return bool(response.text)
 
 
-def by_sequence(events: list[dict[str, Any]]) -> Any:
-    """Sequences that run at once may take turns in any order. Chat deltas are joined: SGLang sends none for a
-    token that completes no character, and so loses its log-probabilities."""
-    order = sorted(events, key=lambda event: event.get("index", 0))
-    if events[0].get("object") != "chat.completion.chunk":
-        return order
-    choices = [(event, event["choices"][0]) for event in events if event["choices"]]
-    joined = {}
-    for index in {choice["index"] for _, choice in choices}:
-        own = [event for event, choice in choices if choice["index"] == index]
-        first, *middle, last = own
-        joined[str(index)] = {
-            "first": first,
-            "text": "".join(event["choices"][0]["delta"]["content"] for event in middle),
-            "keys": sorted(set().union(*middle, *(event["choices"][0] for event in middle))),
-            "last": last,
-        }
-    return joined | {"after": [event for event in events if not event["choices"]]}
+def by_sequence(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a stream says of each of its sequences, which may take turns in any order, in events that may each
+    hold any number of tokens."""
+    is_openai = "choices" in events[0]
+    parts = [part for event in events for part in (event["choices"] if is_openai else [event])]
+    said: dict[str, Any] = {"after": [event for event in events if is_openai and not event["choices"]]}
+    for index in {part.get("index", 0) for part in parts}:
+        first, *middle, last = (part for part in parts if part.get("index", 0) == index)
+        said[str(index)] = {"last": last, "keys": sorted({*first}.union(*middle))}
+        if is_openai:
+            said[str(index)]["text"] = "".join(text_of(part) for part in (first, *middle, last))
+            said[str(index)]["delta"] = first.get("delta")
+            said[str(index)]["ids"] = [
+                id_ for part in (first, *middle, last) for id_ in part.get("token_ids", [])
+            ]
+        else:
+            ids = last["output_ids"]
+            said[str(index)]["is cumulative"] = all(
+                part["output_ids"] == ids[: len(part["output_ids"])] and last["text"].startswith(part["text"])
+                for part in (first, *middle)
+            )
+            keys = first["meta_info"].keys() - {"weight_versions", "response_sent_to_client_ts"}
+            said[str(index)]["keys of meta_info"] = sorted(keys)
+    return said
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    return choice["text"] if "text" in choice else choice["delta"].get("content", "")
 
 
 def no_null(value: Any) -> Any:
@@ -395,10 +456,12 @@ def of_values(theirs: Any, ours: Any, path: str) -> Iterator[str]:
 
 def is_same(theirs: Any, ours: Any, path: str) -> bool:
     if path.endswith(".routed_experts"):
-        rows = [
-            np.frombuffer(base64.b64decode(data), "<i4").reshape(EXPERTS_SHAPE) for data in (theirs, ours)
-        ]
-        return np.array_equal(*(np.sort(row, axis=-1) for row in rows))
+        return np.array_equal(sets_of(theirs), sets_of(ours))
     if isinstance(theirs, float) and isinstance(ours, float):
         return abs(theirs - ours) < LOGPROB_TOLERANCE
     return type(theirs) is type(ours) and theirs == ours
+
+
+def sets_of(routed_experts: str) -> np.ndarray:
+    rows = np.frombuffer(base64.b64decode(routed_experts), "<i4").reshape(EXPERTS_SHAPE)
+    return np.sort(rows, axis=-1)
