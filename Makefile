@@ -16,7 +16,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 PACKAGES := radix_transfer_plugins radix_engine_plugins radix_rl
 PROJECTS := $(addsuffix /pyproject.toml,$(PACKAGES))
 
-.PHONY: demo test check gsm8k bench bench-engines test-engines install install-dev clean
+.PHONY: demo test check gsm8k bench bench-engines test-engines engine-environments install install-dev clean
 
 demo: install
 	$(BIN)/python examples/demo/run.py
@@ -35,11 +35,16 @@ gsm8k: install $(VENV)/.installed-smollm2
 bench: install-dev
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-bench-engines: install-dev
+bench-engines: install-dev engine-environments
 	$(BIN)/python -m benchmarks --engines $(BENCH_ARGS)
 
-test-engines: install-dev
+test-engines: install-dev engine-environments
 	$(BIN)/python -m pytest tests/engines -m engines $(PYTEST_ARGS)
+
+# Built once, and again when what they are built from changes.
+engine-environments: install-dev
+	$(BIN)/python tests/engines/environments/build.py sglang_cpu
+	$(BIN)/python tests/engines/environments/build.py vllm_cpu
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev

@@ -52,7 +52,7 @@ def main() -> int:
             (RESULTS / f"{prefix}{file}").write_bytes(
                 msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
             )
-    short = [result.name for result in results if not result.holds]
+    short = [result.name for result in results if result.holds is False]
     for name in short:
         print(f"falls short: {name}")
     return 1 if short or failed else 0
@@ -70,8 +70,10 @@ def _run(name: str) -> list[Result] | None:
 
 
 def _row(result: Result) -> str:
-    mark = "" if result.bar is None else ("  holds" if result.holds else "  FALLS SHORT")
-    return f"{result.name:66} {result.value:12.4g} {result.unit:22} {result.bar or '':>9}{mark}"
+    value = "-" if result.value is None else f"{result.value:.4g}"
+    marks = {True: "  holds", False: "  FALLS SHORT", None: ""}
+    mark = "" if result.bar is None else marks[result.holds]
+    return f"{result.name:66} {value:>12} {result.unit:22} {result.bar or '':>9}{mark}"
 
 
 if __name__ == "__main__":

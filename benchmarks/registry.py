@@ -9,6 +9,8 @@ BENCHMARKS = {
     "small_objects": "benchmarks.store.small_objects",
     "ray_object_store": "benchmarks.store.ray_object_store",
     "embedded_speed": "benchmarks.engines.embedded_speed",
+    "embedded_context": "benchmarks.engines.embedded_context",
+    "embedded_vllm": "benchmarks.engines.embedded_vllm",
 }
 
 ENGINE_BENCHMARKS = {

@@ -26,18 +26,31 @@ def cpu_seconds(case: Case, servers: Sequence[int] = ()) -> float:
     return own + _cpu_of(servers) - servers_began
 
 
-def alternate(cases: Mapping[str, Case], *, repetitions: int, meter: Meter = cpu_seconds) -> dict[str, float]:
-    """Median seconds of each case; the cases take turns, so that what disturbs the machine disturbs all.
-
-    Each is run once before without being counted.
+def take_turns(
+    cases: Mapping[str, Case], *, repetitions: int, meter: Meter = cpu_seconds, warm_up: bool = True
+) -> dict[str, list[float]]:
+    """Seconds of each case in each repetition. The cases take turns, forwards and backwards, so that what
+    disturbs the machine disturbs all. `warm_up`: each is run once before without being counted.
     """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for repetition in range(repetitions + 1):
-        for name, case in cases.items():
-            took = meter(case)
-            if repetition:
-                seconds[name].append(took)
+    if warm_up:
+        for case in cases.values():
+            meter(case)
+    for repetition in range(repetitions):
+        for name in list(cases) if repetition % 2 == 0 else reversed(list(cases)):
+            seconds[name].append(meter(cases[name]))
+    return seconds
+
+
+def alternate(cases: Mapping[str, Case], *, repetitions: int, meter: Meter = cpu_seconds) -> dict[str, float]:
+    """Median seconds of each case, taking turns after a warm-up."""
+    seconds = take_turns(cases, repetitions=repetitions, meter=meter)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Median over repetitions of the ratio within one: a drift between repetitions cancels."""
+    return statistics.median(n / d for n, d in zip(numerators, denominators, strict=True))
 
 
 def _cpu_of(pids: Sequence[int]) -> float:

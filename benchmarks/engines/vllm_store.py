@@ -1,7 +1,8 @@
 """vLLM's inline path against the output store.
 
 The engine's kernels run in Triton's interpreter here, which takes many times what the outputs cost. So of the
-server's CPU seconds those of the API server's process are counted, where both ways go."""
+server's CPU seconds those of the API server's process are counted, where both ways go.
+"""
 
 import base64
 import io
@@ -14,13 +15,13 @@ import numpy as np
 from benchmarks.engines.both_ways import (
     CONCURRENCY,
     OUTPUT_TOKENS,
-    PROMPT,
-    PROMPT_TOKENS,
     Engine,
     compare,
+    prompt,
 )
 from benchmarks.result import Result
 
+PROMPT_TOKENS = 4096
 KV_CACHE_BYTES = 1 << 30
 
 
@@ -56,13 +57,13 @@ VLLM = Engine(
     path="/v1/completions",
     body={
         "model": "bench",
-        "prompt": PROMPT,
+        "prompt": prompt(PROMPT_TOKENS),
         "max_tokens": OUTPUT_TOKENS,
         "temperature": 0,
         "ignore_eos": True,
     },
     rows_inline=_rows_inline,
-    num_rounds=12,
+    prompt_tokens=PROMPT_TOKENS,
     front_end_alone=True,
 )
 

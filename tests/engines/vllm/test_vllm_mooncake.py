@@ -1,6 +1,7 @@
 """The command `vllm serve`, two API servers, each with a Mooncake client of its own, and two tensor-parallel
 workers; then the store goes down."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,8 +43,9 @@ def on_mooncake(
 ) -> Iterator[Any]:
     flags = store_flags("mooncake", master.backend_config(key_prefix="run-3/outputs"))
     flags += ["--enable-return-routed-experts", "--api-server-count", "2", "--tensor-parallel-size", "2"]
-    # Each worker on a core of its own.
-    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    # Each worker on a core of its own, where there are two.
+    allowed = sorted(os.sched_getaffinity(0))
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": f"{allowed[0]}|{allowed[-1]}"}
     with start_vllm(tiny_moe_dense_first, *flags, environment=cores, console=True) as server:
         yield server
 
