@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from radix_rl.engines.embedded.noise import gumbel, row_keys
+from radix_rl.engines.embedded.noise import negative_exponential, row_keys
 from radix_rl.engines.embedded.sampler import Sampler
 from radix_rl.engines.embedded.sampling_batch import SamplingBatch
 from radix_rl.engines.embedded.sequence import Sequence
@@ -102,17 +102,34 @@ def test_end_tokens_wait_for_the_minimum_length(sample):
     assert 0 in sample(PROBS, seeds=range(200), min_new_tokens=1, max_new_tokens=4, output_ids=(1,)).tokens
 
 
-def test_noise_is_gumbel_and_a_function_of_its_key_and_token():
+def test_noise_is_exponential_and_a_function_of_its_key_and_token():
     keys = row_keys(np.arange(500, dtype=np.uint64), np.zeros(500, np.uint64))
     ids = torch.arange(400, dtype=torch.int32)[None]
-    noise = gumbel(keys, ids)
-    assert torch.isfinite(noise).all()
-    # Mean is Euler's constant, variance pi^2 / 6.
-    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
-    assert noise.var().item() == pytest.approx(1.6449, abs=0.03)
-    assert torch.equal(gumbel(keys[7:8], ids[:, 30:40]), noise[7:8, 30:40])
-    correlation = np.corrcoef(noise[:, 0].numpy(), noise[:, 1].numpy())[0, 1]
-    assert abs(correlation) < 0.15
+    noise = -negative_exponential(keys, ids)
+    assert (noise > 0).all()
+    assert noise.mean().item() == pytest.approx(1.0, abs=0.01)
+    assert noise.var().item() == pytest.approx(1.0, abs=0.03)
+    # The fourth moment feels the tail, 4! = 24.
+    assert (noise**4).mean().item() == pytest.approx(24.0, abs=3.0)
+    assert torch.equal(negative_exponential(keys[7:8], ids[:, 30:40]), -noise[7:8, 30:40])
+
+
+def test_noise_of_different_tokens_seeds_and_positions_is_uncorrelated():
+    seeds, positions = np.divmod(np.arange(128 * 128, dtype=np.uint64), np.uint64(128))
+    ids = torch.arange(64, dtype=torch.int32)[None]
+    noise = negative_exponential(row_keys(seeds, positions), ids).view(128, 128, 64).numpy()
+    for axis in range(3):
+        for distance in (1, 2, 32):
+            first, second = np.moveaxis(noise, axis, 0)[:-distance], np.moveaxis(noise, axis, 0)[distance:]
+            # A million pairs: their correlation has a standard deviation of 0.001.
+            assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.006
+
+
+def test_a_rare_token_is_drawn_as_often_as_its_probability_says(sample):
+    drawn = sample([0.99, 0.005, 0.005], seeds=range(20000)).tokens
+    # 100 of each rare one are expected, with a standard deviation of 10.
+    assert drawn.count(1) == pytest.approx(100, abs=45)
+    assert drawn.count(2) == pytest.approx(100, abs=45)
 
 
 async def test_masks_have_one_support_for_each_output_token(qwen3_moe, engine_of, prompt, request_of):

@@ -1,5 +1,5 @@
-"""Gumbel noise that depends on seed, position and token id only, so that a request samples the same tokens in
-any batch.
+"""Noise that depends on seed, position and token id only, so that a request samples the same tokens in any
+batch.
 
 The noise is a hash, not a generator: every element can be computed alone, and one call serves the whole
 batch.
@@ -26,23 +26,19 @@ def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return x ^ (x >> np.uint64(31))
 
 
-def gumbel(keys: np.ndarray, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise `[rows, k]` float32 for `token_ids`, `[rows, k]` or `[1, k]` int32."""
+def negative_exponential(keys: np.ndarray, token_ids: torch.Tensor) -> torch.Tensor:
+    """Minus standard exponential noise `[rows, k]` float32 for `token_ids`, `[rows, k]` or `[1, k]` int32.
+
+    Where `p` are probabilities, `(p / noise).argmin(-1)` is a sample from them: of independent exponential
+    times with rates `p`, each is the first with its own probability (the Gumbel trick, before its
+    logarithms).
+    """
     halves = torch.from_numpy(keys.view(np.int32).reshape(-1, 2)).to(token_ids.device)
+    # torch shifts int32 arithmetically. The copies of the sign cost one bit of the hash.
     x = (token_ids * _GOLDEN_32) ^ halves[:, :1]
-    _xor_shift(x, 16)
-    x.mul_(_MIX_1)
-    _xor_shift(x, 13)
-    x.add_(halves[:, 1:])
-    x.mul_(_MIX_2)
-    _xor_shift(x, 16)
-    x.mul_(_MIX_1)
-    _xor_shift(x, 15)
-    # 23 bits and a half: never 0 and never 1, both of which would give an infinity.
-    uniform = (x & 0x7FFFFF).to(torch.float32).add_(0.5).mul_(2.0**-23)
-    return uniform.log_().neg_().log_().neg_()
-
-
-def _xor_shift(x: torch.Tensor, bits: int) -> None:
-    # torch shifts int32 arithmetically; the mask makes it a logical shift.
-    x.bitwise_xor_((x >> bits) & ((1 << (32 - bits)) - 1))
+    x.bitwise_xor_(x >> 16).mul_(_MIX_1).add_(halves[:, 1:])
+    x.bitwise_xor_(x >> 13).mul_(_MIX_2)
+    # 31 bits and a half, never 0: an exponential of 0 would win whatever its rate. 1 gives an infinite one,
+    # which never wins.
+    uniform = (x & 0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(-(2.0**-31))
+    return uniform.log1p_()

@@ -7,12 +7,13 @@ of its support, a single token, would be 0.
 """
 
 import logging
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from radix_rl.engines.embedded.noise import gumbel, row_keys
+from radix_rl.engines.embedded.noise import negative_exponential, row_keys
 from radix_rl.engines.embedded.sampling_batch import SamplingBatch
 from radix_rl.types import LOGPROB_FLOOR
 
@@ -59,7 +60,7 @@ class Sampler:
                 index = torch.tensor(rows, device=scores.device)
                 tokens[index], logprobs[index] = draw(scores[index], batch, keys[rows], rows, supports)
         batch.count(tokens)
-        return Sampled(tokens.tolist(), self._finite(logprobs).tolist(), supports)
+        return Sampled(tokens.tolist(), self._finite(logprobs.tolist()), supports)
 
     def _transform(self, scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         if batch.has_penalties:
@@ -86,21 +87,20 @@ class Sampler:
         supports: dict[int, Support],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows that sample from the whole vocabulary, and greedy rows."""
-        total = torch.logsumexp(scores, dim=-1)
+        probs = scores.softmax(dim=-1)
         if batch.all_greedy:
             tokens = scores.argmax(dim=-1)
         else:
-            noise = gumbel(keys, self._all_ids)
+            tokens = (probs / negative_exponential(keys, self._all_ids)).argmin(dim=-1)
             if batch.any_greedy:
-                noise.masked_fill_(batch.greedy[rows][:, None], 0.0)
-            tokens = noise.add_(scores).argmax(dim=-1)
+                tokens = torch.where(batch.greedy[rows], scores.argmax(dim=-1), tokens)
         if batch.any_mask:
-            self._plain_supports(scores - total[:, None], tokens, batch, rows, supports)
-        return tokens, scores.gather(1, tokens[:, None])[:, 0] - total
+            self._plain_supports(probs, tokens, batch, rows, supports)
+        return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
 
     def _plain_supports(
         self,
-        logprobs: torch.Tensor,
+        probs: torch.Tensor,
         tokens: torch.Tensor,
         batch: SamplingBatch,
         rows: list[int],
@@ -114,9 +114,9 @@ class Sampler:
                     np.array([int(tokens[i])], dtype=np.int32), np.zeros(1, dtype=np.float32)
                 )
                 continue
-            ordered, ids = logprobs[i].sort(descending=True, stable=True)
-            size = int((ordered > float("-inf")).sum())
-            supports[row] = _support(ids[:size], ordered[:size])
+            ordered, ids = probs[i].sort(descending=True, stable=True)
+            size = int((ordered > 0).sum())
+            supports[row] = _support(ids[:size], ordered[:size].log())
 
     def _truncated(
         self,
@@ -142,7 +142,7 @@ class Sampler:
         keep[:, 0] = True
         kept = ordered.masked_fill(~keep, 0.0)
         logprobs = (kept / kept.sum(dim=-1, keepdim=True)).log()
-        choice = (gumbel(keys, ids.to(torch.int32)) + logprobs).argmax(dim=-1, keepdim=True)
+        choice = (kept / negative_exponential(keys, ids.to(torch.int32))).argmin(dim=-1, keepdim=True)
         if batch.any_mask:
             sizes = keep.sum(dim=-1).tolist()
             for i, row in enumerate(rows):
@@ -151,18 +151,17 @@ class Sampler:
                     supports[row] = _support(ids[i, : sizes[i]], logprobs[i, : sizes[i]])
         return ids.gather(1, choice)[:, 0], logprobs.gather(1, choice)[:, 0]
 
-    def _finite(self, logprobs: torch.Tensor) -> torch.Tensor:
-        finite = torch.isfinite(logprobs)
-        if bool(finite.all()):
+    def _finite(self, logprobs: list[float]) -> list[float]:
+        bad = sum(not math.isfinite(logprob) for logprob in logprobs)
+        if not bad:
             return logprobs
-        bad = int((~finite).sum())
         self.num_non_finite += bad
         logger.warning(
             "%d sampled tokens have a log-probability that is not finite; it is given as %s",
             bad,
             LOGPROB_FLOOR,
         )
-        return torch.where(finite, logprobs, LOGPROB_FLOOR)
+        return [logprob if math.isfinite(logprob) else LOGPROB_FLOOR for logprob in logprobs]
 
 
 def _support(token_ids: torch.Tensor, logprobs: torch.Tensor) -> Support:
