@@ -1,6 +1,4 @@
-"""`RowCapture`: what hooks on a model's routers or indexers saw, collected into one preallocated array a
-step.
-"""
+"""`RowCapture`: what hooks on a model's routers or indexers saw in a step, stored beside keys and values."""
 
 import numpy as np
 import torch
@@ -22,30 +20,32 @@ class RowCapture:
         """`max_tokens`: the most tokens, padding included, of one forward pass."""
         self.layers = layers
         self.top_k = top_k
-        dtype = torch.int16 if largest_id <= np.iinfo(np.int16).max else torch.int32
-        # -1 stays where a layer does not choose.
-        self._step_rows = torch.full((max_tokens, layers, top_k), -1, dtype=dtype, device=device)
+        self._dtype = torch.int16 if largest_id <= np.iinfo(np.int16).max else torch.int32
+        # Rows of a layer that does not choose.
+        self._absent = torch.full((max_tokens, top_k), -1, dtype=self._dtype, device=device)
+        self._choices: dict[int, torch.Tensor] = {}
 
     def allocate(self, cache: SlotCache) -> None:
-        self.slots = cache.add(1, self.layers * self.top_k, self._step_rows.dtype)
+        self.slots = cache.add(1, self.layers * self.top_k, self._dtype)
 
     def record(self, layer: int, choices: torch.Tensor) -> None:
         """`choices` `[tokens, k]` (k may be below top_k: the rest is -1) of a step's tokens in the model's
-        order.
+        order. Kept until the step is stored, so nobody may change them.
         """
         if active_step() is None:
             return
-        tokens, width = choices.shape
-        target = self._step_rows[:tokens, layer]
-        if width == self.top_k:
-            target.copy_(choices)
-        else:
-            target[:, :width].copy_(choices)
-            target[:, width:].fill_(-1)
+        missing = self.top_k - choices.shape[1]
+        self._choices[layer] = (
+            torch.nn.functional.pad(choices, (0, missing), value=-1) if missing else choices
+        )
 
     def store(self, step: ForwardStep) -> None:
         """Keep the step's rows with its tokens."""
-        step.store(self.slots, self._step_rows[: step.num_tokens])
+        absent = self._absent[: step.num_tokens]
+        # All layers at once: copying each as its hook sees it costs a step more than the model can spare.
+        rows = torch.stack([self._choices.get(layer, absent) for layer in range(self.layers)], dim=1)
+        self._choices.clear()
+        step.store(self.slots, rows.to(self._dtype))
 
     def read(self, slot: int, start: int, end: int) -> np.ndarray:
         """Copy of rows [start, end) of a slot: `[end - start, layers, top_k]` int32."""
