@@ -1,0 +1,82 @@
+"""The embedded engine with routed experts captured, beside the stock vLLM wheel for CPUs without capture,
+which its fast model runner does not have. One thread each; CPU seconds of the process that generates.
+"""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from benchmarks.engines.tiny_moe import NEW_TOKENS, EngineRun, tiny_model
+from benchmarks.result import Result, at_least, not_measured
+from benchmarks.timing import cpu_seconds, median_ratio, take_turns
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".env-vllm" / "bin" / "python"
+PROGRAM = Path(__file__).parent / "vllm_program.py"
+CONCURRENCY, BAR = 32, 1.3
+NAME = f"embedded engine / vLLM without capture at {CONCURRENCY}"
+
+
+def run() -> list[Result]:
+    if not PYTHON.exists():
+        return [not_measured(NAME, "no .env-vllm (make test-engines builds it)", "x", f">= {BAR:g}")]
+    torch.set_num_threads(1)
+    model = tiny_model()
+    with tempfile.TemporaryDirectory(prefix="radix-bench-") as folder:
+        model.save_pretrained(folder)
+        with EngineRun(model, "inline", prefix_cache_tokens=0) as engine, vllm(folder) as program:
+            lengths = [NEW_TOKENS] * CONCURRENCY
+            seconds = take_turns(
+                {"engine": lambda: engine(lengths), "vllm": lambda: ask(program)},
+                repetitions=7,
+                # One of the two is idle while the other works.
+                meter=lambda case: cpu_seconds(case, [program.pid]),
+            )
+    return [at_least(NAME, median_ratio(seconds["vllm"], seconds["engine"]), "x", BAR)]
+
+
+@contextmanager
+def vllm(model: str) -> Iterator[subprocess.Popen[str]]:
+    """The program, ready; it ends with its standard input."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # V2 needs Triton.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        # None: the wheel as it is.
+        "VLLM_PLUGINS": "",
+    }
+    command = [str(PYTHON), str(PROGRAM), model, str(CONCURRENCY), str(NEW_TOKENS)]
+    program = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    )
+    try:
+        _expect(program, "ready")
+        yield program
+    finally:
+        program.kill()
+        program.wait()
+
+
+def ask(program: subprocess.Popen[str]) -> None:
+    assert program.stdin is not None
+    program.stdin.write("\n")
+    program.stdin.flush()
+    _expect(program, "done")
+
+
+def _expect(program: subprocess.Popen[str], word: str) -> None:
+    assert program.stdout is not None
+    for line in program.stdout:
+        if line.strip() == word:
+            return
+    raise RuntimeError(f"vLLM ended with {program.wait()} before it was {word}")
