@@ -24,7 +24,7 @@ from radix_rl.rollout.replay_index import ReplayIndex
 from radix_rl.server.runner import bind
 from radix_rl.types import LOGPROB_FLOOR, FinishReason, SamplingParams, VersionSpan
 from radix_rl.weights.sync import WeightSynchronizer
-from radix_rl.weights.transports.base import create_transport
+from radix_rl.weights.transports.http import HttpTransport
 from radix_transfer_plugins import StoreRef, TokenOutputStash
 from radix_transfer_plugins.errors import StoreFullError
 
@@ -77,7 +77,7 @@ async def test_info_and_capabilities_are_the_servers(serve, connect):
     assert await engine.info() == await server.engine.info()
     assert engine.capabilities.output_store == "memory"
     assert engine.capabilities.routed_experts
-    assert engine.capabilities.weight_transports == ("http",)
+    assert engine.capabilities.weight_transports == ("http", "broadcast", "disk")
 
 
 async def test_rows_come_inline_with_the_shape_that_the_server_tells(serve, connect, request_for):
@@ -253,7 +253,7 @@ async def test_new_weights_reach_every_server_whatever_the_bucket_size(serve, co
     servers = [await serve(), await serve()]
     engines = [await connect(server.url) for server in servers]
     tensors = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.ones(2, dtype=torch.bfloat16))]
-    synchronizer = WeightSynchronizer(engines, create_transport("http"), bucket_bytes=bucket_bytes)
+    synchronizer = WeightSynchronizer(engines, HttpTransport(), bucket_bytes=bucket_bytes)
     await synchronizer.sync(1, tensors)
     for server in servers:
         assert server.engine.updated == {"a": [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], "b": [1.0, 1.0]}
@@ -269,7 +269,7 @@ async def test_a_server_that_fails_keeps_the_whole_fleet_at_the_old_version(serv
         raise EngineError("no memory")
 
     servers[1].engine.update_weights = refuse
-    synchronizer = WeightSynchronizer(engines, create_transport("http"), bucket_bytes=64)
+    synchronizer = WeightSynchronizer(engines, HttpTransport(), bucket_bytes=64)
     with pytest.raises(EngineError, match="no memory"):
         await synchronizer.sync(1, [("a", torch.ones(3))])
     for server in servers:

@@ -25,6 +25,11 @@ in_place: they keep their cache and go on where they were."""
 MemoryTag = Literal["weights", "kv_cache"]
 
 
+WeightNames = Literal["model", "checkpoint"]
+"""model: parameters as transformers names and joins them. checkpoint: as a Hugging Face checkpoint has
+them."""
+
+
 class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine can do, so that what it cannot fails when the configuration is checked."""
 
@@ -37,6 +42,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     sleep_tags: tuple[MemoryTag, ...]
     weight_transports: tuple[str, ...]
     """Any of "memory", "ipc", "broadcast", "disk", "http"."""
+    weight_names: WeightNames = "model"
+    """What tensors of an update are called ("disk" always takes a checkpoint)."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

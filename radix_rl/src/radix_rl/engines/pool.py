@@ -62,6 +62,7 @@ class EnginePool(Engine):
             pause_modes=_common([can.pause_modes for can in each]),
             sleep_tags=_common([can.sleep_tags for can in each]),
             weight_transports=_common([can.weight_transports for can in each]),
+            weight_names=each[0].weight_names,
         )
 
     async def start(self) -> EngineInfo:

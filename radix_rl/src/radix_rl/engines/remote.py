@@ -12,6 +12,7 @@ import msgspec
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
 from radix_rl.engines.health_watch import HealthWatch
 from radix_rl.engines.http_client import HttpClient
+from radix_rl.engines.remote_weights import RemoteWeights
 from radix_rl.engines.retry import RetryPolicy, with_retries
 from radix_rl.engines.sglang_api import TokenShapes, generate_body, parse_answer
 from radix_rl.errors import (
@@ -23,7 +24,7 @@ from radix_rl.errors import (
 )
 from radix_rl.types import GenerateOutput, GenerateRequest
 from radix_rl.weights.bucket import WeightBucket
-from radix_rl.weights.wire import CONTENT_TYPE, encode_bucket
+from radix_rl.weights.wire import encode_bucket
 from radix_transfer_plugins import OutputStore, StoreRef
 from radix_transfer_plugins.errors import OutputStoreError
 from radix_transfer_plugins.ref import REF_VERSION
@@ -77,6 +78,7 @@ class RemoteEngine(Engine):
         )
         self._watch = HealthWatch(self._probe)
         self._capabilities: EngineCapabilities | None = None
+        self._weights: RemoteWeights | None = None
         self._shapes: TokenShapes = {}
         self._is_paused = False
         self._in_background: set[asyncio.Task[None]] = set()
@@ -84,6 +86,13 @@ class RemoteEngine(Engine):
     @property
     def base_url(self) -> str:
         return self._http.base_url
+
+    @property
+    def weights(self) -> RemoteWeights:
+        """Updates of the server's weights, beyond what every engine can."""
+        if self._weights is None:
+            raise EngineError(f"{self.base_url}: start() comes before weight updates")
+        return self._weights
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -100,6 +109,7 @@ class RemoteEngine(Engine):
         if not isinstance(server, dict):
             raise ConfigurationError(f"{self.base_url}/server_info: expected a JSON object, got {server!r}")
         self._capabilities = self._capabilities_of(server)
+        self._weights = RemoteWeights(self._http, server)
         self._check_store(server)
         info = await self.info()
         if info.num_layers and info.experts_per_token:
@@ -125,6 +135,8 @@ class RemoteEngine(Engine):
 
     async def generate(self, request: GenerateRequest) -> GenerateOutput:
         """Connection errors and 5xx are tried again under a new server-side id until the deadline."""
+        if self._weights is not None:
+            self._weights.check()
         rids: list[str] = []
         call = asyncio.create_task(self._generate(request, rids))
         try:
@@ -182,20 +194,20 @@ class RemoteEngine(Engine):
         await self._http.post("/flush_cache", admin=True)
 
     async def begin_weight_update(self, version: str) -> None:
-        await self._http.post("/begin_weight_update", {"weight_version": version}, admin=True)
+        await self.weights.begin(version)
 
     async def update_weights(self, bucket: WeightBucket) -> None:
         await self.update_weights_encoded(encode_bucket(bucket))
 
     async def update_weights_encoded(self, body: bytes) -> None:
         """`body` is `encode_bucket`'s: a fleet shares one encoding."""
-        await self._http.post_bytes("/update_weights_from_tensor", body, CONTENT_TYPE)
+        await self.weights.send_encoded(body)
 
     async def commit_weight_update(self, version: str) -> None:
-        await self._http.post("/end_weight_update", {"weight_version": version}, admin=True)
+        await self.weights.commit(version)
 
     async def abort_weight_update(self) -> None:
-        await self._http.post("/abort_weight_update", admin=True)
+        await self.weights.abort()
 
     async def set_weight_version(self, version: str) -> None:
         body = {"new_version": version, "abort_all_requests": False}
@@ -211,10 +223,11 @@ class RemoteEngine(Engine):
         await self._http.close()
 
     def _capabilities_of(self, server: Mapping[str, Any]) -> EngineCapabilities:
-        """Our server tells them; of SGLang's, its flags do. Weights travel in our binary form, which only
-        ours takes."""
+        """Our server tells them; of SGLang's, its flags do. Bodies with weights in them are our binary form,
+        which only ours takes: SGLang's are pickles."""
         told = server.get("capabilities") or {}
         store = server.get("output_store") or {}
+        is_ours = server.get("server") == "radix-rl"
         routed = server.get("enable_return_routed_experts", False)
         return EngineCapabilities(
             routed_experts=bool(told.get("routed_experts", True) and routed),
@@ -223,7 +236,8 @@ class RemoteEngine(Engine):
             output_store=store.get("backend") if store.get("enabled") else None,
             pause_modes=tuple(told.get("pause_modes", ("abort", "retract", "in_place"))),
             sleep_tags=tuple(told.get("sleep_tags", ("weights", "kv_cache"))),
-            weight_transports=("http",) if server.get("server") == "radix-rl" else (),
+            weight_transports=("http", "broadcast", "disk") if is_ours else ("broadcast", "disk"),
+            weight_names="model" if is_ours else "checkpoint",
         )
 
     def _check_store(self, server: Mapping[str, Any]) -> None:

@@ -70,7 +70,7 @@ def _device_faults(config: RunConfig) -> Iterator[str]:
 
 def _store_faults(config: RunConfig) -> Iterator[str]:
     settings = config.output_store
-    if not settings.enabled or not config.train.replay_routed_experts:
+    if not settings.enabled or not config.replayed_outputs:
         return
     urls = config.engine.urls if config.engine.type == "remote" else ()
     far = [url for url in urls if not _is_local(urlsplit(url).hostname or "")]
@@ -112,8 +112,23 @@ def _mooncake_faults(settings: Mapping[str, Any], far: Sequence[str]) -> Iterato
 
 
 def _weight_faults(config: RunConfig) -> Iterator[str]:
-    if config.weights.transport == "http" and config.engine.type == "embedded":
-        yield 'weights.transport: "http" needs engine.type "remote"; an embedded engine takes "memory"'
+    weights = config.weights
+    if config.engine.type == "embedded":
+        if weights.transport != "memory":
+            yield (
+                f'weights.transport: "{weights.transport}" needs engine.type "remote"; an embedded engine '
+                'takes "memory"'
+            )
+        return
+    far = [url for url in config.engine.urls if not _is_local(urlsplit(url).hostname or "")]
+    if weights.transport == "broadcast":
+        if far and _is_local(weights.host):
+            yield (
+                f"weights.host: {weights.host!r} cannot be reached from the engine at {far[0]!r}; give an "
+                "address of this machine's network"
+            )
+        if weights.backend == "nccl" and torch.device(config.train.device).type != "cuda":
+            yield 'weights.backend: "nccl" needs train.device "cuda"; use "gloo"'
 
 
 def _is_local(host: str) -> bool:

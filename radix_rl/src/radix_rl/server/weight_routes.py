@@ -5,6 +5,7 @@ an update of their own, with the whole model in one call.
 """
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ from radix_rl.weights.wire import CONTENT_TYPE, decode_bucket
 router = APIRouter()
 
 _DISK_BUCKET_BYTES = 256 << 20
+
+_loading = threading.Lock()
+"""transformers patches torch while it loads a model: one at a time in a process."""
 
 
 def _success(message: str, **more: Any) -> Response:
@@ -222,7 +226,8 @@ def _read_checkpoint(path: str) -> Iterator[WeightBucket]:
     from radix_rl.engines.embedded.model_loader import load_checkpoint
 
     try:
-        model = load_checkpoint(Path(path), None)
+        with _loading:
+            model = load_checkpoint(Path(path), None)
     except ConfigurationError as error:
         raise RequestError(str(error)) from error
     return pack_buckets(released(model), _DISK_BUCKET_BYTES)

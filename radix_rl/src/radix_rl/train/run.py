@@ -10,6 +10,7 @@ import msgspec
 from transformers import AutoTokenizer
 
 from radix_rl.config import RunConfig
+from radix_rl.engines.base import Engine
 from radix_rl.errors import ConfigurationError
 from radix_rl.launch.checks import check_engine, check_launch
 from radix_rl.launch.engines import build_engine, engines_of
@@ -20,8 +21,9 @@ from radix_rl.rollout.generation import RolloutGenerator
 from radix_rl.train.checkpoint import RunState, find_checkpoint, read_state
 from radix_rl.train.loop import Log, RunParts, Trainer, run_steps
 from radix_rl.train.rank import build_rank
+from radix_rl.weights.checkpoint_names import CheckpointNames
 from radix_rl.weights.sync import WeightSynchronizer
-from radix_rl.weights.transports.base import create_transport
+from radix_rl.weights.transports.factory import create_transport
 
 logger = logging.getLogger(__name__)
 
@@ -69,24 +71,37 @@ async def train_async(config: RunConfig, log: Log, environment: Environment | No
                 lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
                 config.rollout,
                 seed=config.seed,
-                replay=("routed_experts",) if config.train.replay_routed_experts else (),
+                replay=config.replayed_outputs,
                 store=store,
                 store_backend=None if run_store is None else run_store.backend,
             ),
             trainer=trainer,
-            synchronizer=WeightSynchronizer(
-                engines_of(engine),
-                create_transport(config.weights.transport),
-                bucket_bytes=config.weights.bucket_bytes,
-            ),
+            synchronizer=build_synchronizer(config, engine),
             run_store=run_store,
             log=log,
         )
+        stack.push_async_callback(parts.synchronizer.close)
         # The engine may hold anything: other weights, a later version of another run, the checkpoint before
         # this one.
         await parts.synchronizer.sync(state.step, trainer.named_weights())
         state = await run_steps(parts, state)
         return RunOutcome(state=state, objects_left=0 if run_store is None else run_store.objects_left())
+
+
+def build_synchronizer(config: RunConfig, engine: Engine) -> WeightSynchronizer:
+    """For started engines, by the configured transport. Raises ConfigurationError."""
+    transport = create_transport(
+        config.weights,
+        directory=config.output_dir / "weights",
+        model_path=config.model.path,
+        device=config.train.device,
+    )
+    return WeightSynchronizer(
+        engines_of(engine),
+        transport,
+        bucket_bytes=config.weights.bucket_bytes,
+        checkpoint_names=CheckpointNames(config.model.path),
+    )
 
 
 def build_trainer(config: RunConfig, run_store: RunStore | None, checkpoint: Path | None) -> Trainer:

@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 import torch
 
 from radix_rl.engines.base import Engine
-from radix_rl.errors import WeightUpdateError
+from radix_rl.errors import ConfigurationError, WeightUpdateError
 from radix_rl.weights.bucket import WeightBucket, pack_buckets
 from radix_rl.weights.fleet import on_all, outcomes
 from radix_rl.weights.transports.base import WeightTransport
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +25,23 @@ class WeightSynchronizer:
     everywhere and the old version stays in force.
     """
 
-    def __init__(self, engines: Sequence[Engine], transport: WeightTransport, *, bucket_bytes: int) -> None:
-        """Raises ConfigurationError if an engine cannot take weights by this transport."""
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        transport: WeightTransport,
+        *,
+        bucket_bytes: int,
+        checkpoint_names: Callable[[NamedTensors], NamedTensors] | None = None,
+    ) -> None:
+        """`checkpoint_names` turns a model's tensors into a checkpoint's, for transports and engines that
+        want those. Raises ConfigurationError if an engine cannot take weights by this transport."""
         transport.check(engines)
+        self._rename = checkpoint_names if transport.weight_names(engines) == "checkpoint" else None
+        if transport.weight_names(engines) == "checkpoint" and checkpoint_names is None:
+            raise ConfigurationError(
+                f"weights.transport {transport.name!r} sends these engines a checkpoint's tensors; give "
+                "checkpoint_names, such as radix_rl.weights.checkpoint_names.CheckpointNames"
+            )
         self._engines = list(engines)
         self._transport = transport
         self._bucket_bytes = bucket_bytes
@@ -62,11 +78,15 @@ class WeightSynchronizer:
         self, version: str, named_tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> dict[str, float]:
         try:
+            await self._transport.prepare(self._engines)
             await on_all(self._engines, lambda engine: engine.begin_weight_update(version))
+            if self._rename is not None:
+                named_tensors = self._rename(named_tensors)
             metrics = await self._send(pack_buckets(named_tensors, self._bucket_bytes))
+            await self._transport.finish(self._engines, version)
         except BaseException:
             # Shielded: a cancelled trainer must not leave an engine inside an update.
-            await asyncio.shield(_clean_up(self._engines, "abort_weight_update", _abort))
+            await asyncio.shield(self._give_up())
             raise
         started = time.perf_counter()
         commit = asyncio.ensure_future(self._commit(version))
@@ -79,6 +99,14 @@ class WeightSynchronizer:
                 logger.warning("commit of weight version %s, whose caller is gone: %s", version, error)
             raise
         return metrics | {"weights/commit_s": time.perf_counter() - started}
+
+    async def _give_up(self) -> None:
+        await self._transport.abandon()
+        await _clean_up(self._engines, "abort_weight_update", _abort)
+
+    async def close(self) -> None:
+        """Lets go of what the transport keeps between updates. The engines stay the caller's."""
+        await self._transport.close(self._engines)
 
     async def _send(self, buckets: Iterator[WeightBucket]) -> dict[str, float]:
         pack_s = send_s = 0.0

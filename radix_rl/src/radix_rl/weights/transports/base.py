@@ -4,13 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from radix_rl.engines.base import Engine
+from radix_rl.engines.base import Engine, WeightNames
 from radix_rl.errors import ConfigurationError
 from radix_rl.weights.bucket import WeightBucket
 
 
 class WeightTransport(ABC):
-    """Stateless between updates: the synchronizer owns begin, commit and abort."""
+    """The synchronizer owns begin, commit and abort; a transport may keep what outlives one update, such as
+    connections, until `close`."""
 
     name: ClassVar[str]
     """What an engine lists in `EngineCapabilities.weight_transports`."""
@@ -25,21 +26,35 @@ class WeightTransport(ABC):
                     f"{', '.join(can) or 'no transport at all'}; set weights.transport accordingly"
                 )
 
+    def weight_names(self, engines: Sequence[Engine]) -> WeightNames:
+        """How the tensors of `send` are to be called. Raises ConfigurationError for a fleet that
+        disagrees."""
+        names: set[WeightNames] = {engine.capabilities.weight_names for engine in engines}
+        if len(names) > 1:
+            raise ConfigurationError(
+                f"weights.transport {self.name!r}: the engines call their weights differently "
+                f"({', '.join(sorted(names))}); use servers of one kind, or another transport"
+            )
+        return names.pop()
+
+    async def prepare(self, engines: Sequence[Engine]) -> None:
+        """Before an update begins: meet the engines where that is needed. Raises EngineError."""
+        return
+
     @abstractmethod
     async def send(self, engines: Sequence[Engine], bucket: WeightBucket) -> int:
         """Hand the bucket to every engine, inside a begun update; the number of bytes that travelled. The
         bucket may be reused when this returns. Raises EngineError of the first engine that failed, after
         the others have ended."""
 
+    async def finish(self, engines: Sequence[Engine], version: str) -> None:
+        """After the last bucket and before the commit: every engine has every tensor when this returns."""
+        return
 
-def create_transport(name: str) -> WeightTransport:
-    """By its configured name."""
-    if name == "memory":
-        from radix_rl.weights.transports.memory import MemoryTransport
+    async def abandon(self) -> None:
+        """The update failed; forget what was sent. Raises nothing."""
+        return
 
-        return MemoryTransport()
-    if name == "http":
-        from radix_rl.weights.transports.http import HttpTransport
-
-        return HttpTransport()
-    raise ConfigurationError(f"weights.transport: unknown transport {name!r}; known: memory, http")
+    async def close(self, engines: Sequence[Engine]) -> None:
+        """After the last update. Raises nothing."""
+        return

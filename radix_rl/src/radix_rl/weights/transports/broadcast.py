@@ -1,0 +1,173 @@
+"""To servers, SGLang's own or ours, over a process group of the trainer (rank 0) and all ranks of all
+engines."""
+
+import asyncio
+import logging
+import socket
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from radix_rl.engines.base import Engine
+from radix_rl.engines.remote import RemoteEngine
+from radix_rl.errors import ConfigurationError, EngineError, WeightUpdateError
+from radix_rl.weights.bucket import WeightBucket
+from radix_rl.weights.flat import pack
+from radix_rl.weights.own_thread import in_own_thread
+from radix_rl.weights.transports.base import WeightTransport
+from radix_rl.weights.update_group import GroupBackend, UpdateGroup, group_device
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 5.0
+"""How long the answers of engines are waited for after a broadcast that failed."""
+
+
+class BroadcastTransport(WeightTransport):
+    """The group is made before the first update and kept. It is made anew, under another name, after a
+    failure and when an engine no longer knows it, such as one that was started again."""
+
+    name: ClassVar[str] = "broadcast"
+
+    def __init__(
+        self, *, backend: GroupBackend, host: str, port: int, device: torch.device, timeout_s: float
+    ) -> None:
+        """`host` is an address of this machine that the engines reach; port 0 lets the system choose.
+        `timeout_s` bounds the meeting and each broadcast. Raises ConfigurationError for nccl without a
+        GPU."""
+        self._backend: GroupBackend = backend
+        self._device = group_device(backend, device)
+        self._host = host
+        self._port = port
+        self._timeout_s = timeout_s
+        self._group: UpdateGroup | None = None
+
+    async def prepare(self, engines: Sequence[Engine]) -> None:
+        remotes = _remotes(engines)
+        if self._group is not None:
+            name = self._group.name
+            if all(await asyncio.gather(*(remote.weights.knows_group(name) for remote in remotes))):
+                return
+            await self._leave(remotes)
+        self._group = await self._meet(remotes)
+
+    async def send(self, engines: Sequence[Engine], bucket: WeightBucket) -> int:
+        group, remotes = self._group, _remotes(engines)
+        if group is None:
+            raise WeightUpdateError("broadcast: the group of the engines failed; begin a new update")
+        packed = pack(bucket, group.device)
+        answers = [
+            asyncio.ensure_future(remote.weights.receive(packed.specs, group.name)) for remote in remotes
+        ]
+        cast = asyncio.ensure_future(in_own_thread(partial(group.broadcast, [packed.buffer])))
+        try:
+            await asyncio.wait(
+                [*answers, cast], timeout=self._timeout_s + _GRACE_S, return_when=asyncio.FIRST_EXCEPTION
+            )
+            if all(task.done() and task.exception() is None for task in (*answers, cast)):
+                return packed.buffer.numel() * len(remotes)
+            # The group is out of step: without it the members that still wait fail too, and answer.
+            await self.abandon()
+            await asyncio.wait(answers, timeout=_GRACE_S)
+            raise _first_error(remotes, answers, cast, self._timeout_s)
+        finally:
+            for task in (*answers, cast):
+                task.cancel()
+            await asyncio.gather(*answers, cast, return_exceptions=True)
+
+    async def abandon(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await in_own_thread(group.close)
+
+    async def close(self, engines: Sequence[Engine]) -> None:
+        if self._group is not None:
+            await self._leave(_remotes(engines))
+
+    async def _leave(self, remotes: Sequence[RemoteEngine]) -> None:
+        """Members that have lost the group already say so; that is what was wanted."""
+        group, self._group = self._group, None
+        assert group is not None
+        calls = [remote.weights.leave_group(group.name) for remote in remotes]
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(error, BaseException):
+                logger.debug("leaving group %s: %s", group.name, error)
+        await in_own_thread(group.close)
+
+    async def _meet(self, remotes: Sequence[RemoteEngine]) -> UpdateGroup:
+        listener = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
+        try:
+            listener.bind((self._host, self._port))
+        except OSError as error:
+            listener.close()
+            raise ConfigurationError(
+                f"weights.host, weights.port: cannot listen on {self._host}:{self._port}: {error.strerror}; "
+                "give an address of this machine that the engines reach"
+            ) from error
+        name, port = f"radix-rl-{uuid.uuid4().hex[:12]}", listener.getsockname()[1]
+        world_size = 1 + sum(remote.weights.num_ranks for remote in remotes)
+        joins, rank = [], 1
+        for remote in remotes:
+            joins.append(
+                asyncio.ensure_future(
+                    remote.weights.join_group(
+                        name,
+                        self._backend,
+                        address=self._host,
+                        port=port,
+                        rank_offset=rank,
+                        world_size=world_size,
+                    )
+                )
+            )
+            rank += remote.weights.num_ranks
+
+        def host() -> UpdateGroup:
+            return UpdateGroup.host(
+                name,
+                self._backend,
+                listener=listener,
+                world_size=world_size,
+                device=self._device,
+                timeout_s=self._timeout_s,
+            )
+
+        hosting = asyncio.ensure_future(in_own_thread(host))
+        try:
+            await asyncio.wait(
+                [*joins, hosting], timeout=self._timeout_s + _GRACE_S, return_when=asyncio.FIRST_EXCEPTION
+            )
+            if all(task.done() and task.exception() is None for task in (*joins, hosting)):
+                return hosting.result()
+            raise _first_error(remotes, joins, hosting, self._timeout_s)
+        finally:
+            for task in (*joins, hosting):
+                task.cancel()
+            await asyncio.gather(*joins, hosting, return_exceptions=True)
+
+
+def _remotes(engines: Sequence[Engine]) -> list[RemoteEngine]:
+    remotes = [engine for engine in engines if isinstance(engine, RemoteEngine)]
+    if len(remotes) != len(engines):
+        names = sorted({type(engine).__name__ for engine in engines} - {"RemoteEngine"})
+        raise ConfigurationError(f'weights.transport "broadcast" needs remote engines, got {names}')
+    return remotes
+
+
+def _first_error(
+    remotes: Sequence[RemoteEngine],
+    answers: Sequence["asyncio.Future[None]"],
+    ours: "asyncio.Future",
+    timeout_s: float,
+) -> BaseException:
+    """An engine's own words tell more than what the group's breaking looks like from here."""
+    for answer in (*answers, ours):
+        if answer.done() and not answer.cancelled() and (error := answer.exception()) is not None:
+            if isinstance(error, EngineError | ConfigurationError):
+                return error
+            return WeightUpdateError(f"broadcast: {error}")
+    late = [r.base_url for r, answer in zip(remotes, answers, strict=True) if not answer.done()]
+    return WeightUpdateError(f"broadcast: no answer within {timeout_s:g} s from {', '.join(late) or 'all'}")
