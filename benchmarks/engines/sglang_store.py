@@ -53,6 +53,7 @@ SGLANG = Engine(
     },
     rows_inline=_rows_inline,
     prompt_tokens=PROMPT_TOKENS,
+    head_dim=8,
 )
 
 

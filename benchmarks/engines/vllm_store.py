@@ -64,6 +64,7 @@ VLLM = Engine(
     },
     rows_inline=_rows_inline,
     prompt_tokens=PROMPT_TOKENS,
+    head_dim=32,
     front_end_alone=True,
 )
 

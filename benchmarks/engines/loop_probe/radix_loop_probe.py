@@ -3,17 +3,19 @@
 It appends lines "KIND MONOTONIC_S SECONDS" to the file named by RADIX_LOOP_PROBE. The clock is the machine's,
 so that the measuring process can tell which lines fall into its window.
 
-late: a task sleeps a millisecond at a time; it woke this much late, whoever was to blame.
-hold: CPU time that one step of the plugin's way to the store took of the event loop's thread.
+late: a timer of 2 ms came this much late, whoever was to blame.
+hold: CPU time that one step of the plugin's way to the store took of the event loop's thread, without that of
+the garbage collector, which runs wherever it happens to be due.
 """
 
 import asyncio
 import functools
+import gc
 import os
 import time
 
-TICK_S = 0.001
-SHORTEST_HOLD_S = 0.0001
+TICK_S = 0.002
+SHORTEST_S = 0.0001
 
 
 def _note(kind: str, seconds: float) -> None:
@@ -21,13 +23,41 @@ def _note(kind: str, seconds: float) -> None:
         log.write(f"{kind} {time.monotonic():.6f} {seconds:.6f}\n")
 
 
-async def _watch() -> None:
-    while True:
-        due = time.monotonic() + TICK_S
-        await asyncio.sleep(TICK_S)
-        late_s = time.monotonic() - due
-        if late_s > TICK_S:
+def _watch(loop: asyncio.AbstractEventLoop) -> None:
+    def tick(due_s: float) -> None:
+        late_s = time.monotonic() - due_s
+        if late_s > SHORTEST_S:
             _note("late", late_s)
+        loop.call_later(TICK_S, tick, time.monotonic() + TICK_S)
+
+    loop.call_soon(tick, time.monotonic())
+
+
+class _Held:
+    """Notes the CPU time of a block, which runs on one thread."""
+
+    _collected_s = 0.0
+    """By the garbage collector so far, on any thread."""
+
+    def __enter__(self) -> None:
+        self._started_s, self._before_s = time.thread_time(), _Held._collected_s
+
+    def __exit__(self, *_: object) -> None:
+        held_s = time.thread_time() - self._started_s - (_Held._collected_s - self._before_s)
+        if held_s > SHORTEST_S:
+            _note("hold", held_s)
+
+
+def _time_collections() -> None:
+    started_s = [0.0]
+
+    def collects(phase: str, _: dict) -> None:
+        if phase == "start":
+            started_s[0] = time.thread_time()
+        else:
+            _Held._collected_s += time.thread_time() - started_s[0]
+
+    gc.callbacks.append(collects)
 
 
 class _Timed:
@@ -39,15 +69,11 @@ class _Timed:
     def __await__(self):
         step, value = self._coroutine.send, None
         while True:
-            started_s = time.thread_time()
             try:
-                waits_for = step(value)
+                with _Held():
+                    waits_for = step(value)
             except StopIteration as end:
                 return end.value
-            finally:
-                held_s = time.thread_time() - started_s
-                if held_s > SHORTEST_HOLD_S:
-                    _note("hold", held_s)
             try:
                 step, value = self._coroutine.send, (yield waits_for)
             except BaseException as error:
@@ -69,13 +95,8 @@ def _time_call(owner, name: str) -> None:
 
     @functools.wraps(original)
     def timed(*args, **kwargs):
-        started_s = time.thread_time()
-        try:
+        with _Held():
             return original(*args, **kwargs)
-        finally:
-            held_s = time.thread_time() - started_s
-            if held_s > SHORTEST_HOLD_S:
-                _note("hold", held_s)
 
     setattr(owner, name, timed)
 
@@ -91,7 +112,9 @@ def watch_sglang() -> None:
             _time_call(finish, "_strip")
             _time_call(receive, "_take_mask")
             _time_call(handover, "_refs")
-            manager.loop_probe = manager.event_loop.create_task(_watch())
+            _time_collections()
+            _watch(manager.event_loop)
+            manager.loop_probe = True
 
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop",
@@ -116,6 +139,8 @@ def watch_vllm() -> None:
 
             _time_steps(StoreSession, "put")
             _time_call(answers, "_with_refs")
-            engine.loop_probe = asyncio.create_task(_watch())
+            _time_collections()
+            _watch(asyncio.get_running_loop())
+            engine.loop_probe = True
 
     AsyncLLM._run_output_handler = start
