@@ -84,6 +84,8 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Of each sampled token under the distribution it was sampled from, `[C]`."""
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
+    weight_version: str | None = None
+    """Of the weights that were in force at the end, also where no token was sampled; None: not told."""
     cached_tokens: int = 0
     """Prompt tokens whose key-value cache was reused."""
     num_retractions: int = 0

@@ -193,3 +193,12 @@ def test_a_correction_needs_the_trainers_own_old_values():
     }
     with pytest.raises(ConfigurationError, match="corrects twice"):
         parse_config(table, source="test")
+
+
+def test_one_sample_a_prompt_needs_an_advantage_that_compares_no_samples(minimal):
+    one = ["rollout.samples_per_prompt=1"]
+    for advantage in ("grpo", "dr_grpo", "rloo"):
+        message = fault(minimal, *one, f"algorithm.advantage={advantage}")
+        assert "every advantage would be 0" in message
+        assert 'algorithm.advantage="reinforce_pp"' in message
+    assert load_config(minimal, [*one, "algorithm.advantage=reinforce_pp"]).rollout.samples_per_prompt == 1

@@ -109,7 +109,7 @@ class HoldableEngine(Engine):
             output_store_ref=ref,
         )
 
-    async def abort(self, request_id: str | None = None) -> None:
+    async def abort(self, request_id: str | None = None, message: str | None = None) -> None:
         self.calls.append(("abort", request_id))
         for name, event in self.running.items():
             if request_id in (None, name):

@@ -69,6 +69,7 @@ class LetterEngine(Engine):
         self.fail_ids: set[str] = set()
         self.state_error: Exception | None = None
         self.version = "0"
+        self.abort_message = "asked to"
         self.running: dict[str, asyncio.Event] = {}
         self.calls: list[Any] = []
         self.unpaused = asyncio.Event()
@@ -136,7 +137,7 @@ class LetterEngine(Engine):
     async def _finish(self, request: GenerateRequest, ids: list[int], aborted: bool) -> GenerateOutput:
         stops = request.sampling.stop_token_ids
         if aborted:
-            reason = FinishReason(type="abort", message="asked to")
+            reason = FinishReason(type="abort", message=self.abort_message)
         elif ids and ids[-1] in stops:
             reason = FinishReason(type="stop", matched=ids[-1])
         else:
@@ -152,7 +153,8 @@ class LetterEngine(Engine):
             output_ids=tuple(ids),
             output_logprobs=tuple(-0.5 for _ in ids),
             finish_reason=reason,
-            version_spans=(VersionSpan(0, len(ids), self.version),),
+            version_spans=(VersionSpan(0, len(ids), self.version),) if ids else (),
+            weight_version=self.version,
             cached_tokens=1,
             outputs=None if ref else stash,
             routed_experts_start=request.routed_experts_start_len,
@@ -180,7 +182,8 @@ class LetterEngine(Engine):
                 collector.add_sampling_mask(np.array([token, 0], np.int32), mask_logprobs)
         return collector.to_stash(forwarded), collector.start_rows()
 
-    async def abort(self, request_id: str | None = None) -> None:
+    async def abort(self, request_id: str | None = None, message: str | None = None) -> None:
+        self.abort_message = message or "asked to"
         for name, event in self.running.items():
             if request_id in (None, name):
                 event.set()

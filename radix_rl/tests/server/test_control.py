@@ -1,5 +1,6 @@
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from radix_rl.errors import EngineStateError, WeightUpdateError
 from radix_rl.weights.bucket import pack_buckets
+from radix_rl.weights.release import released
 from radix_rl.weights.wire import CONTENT_TYPE, encode_bucket
 
 
@@ -302,3 +304,56 @@ def test_every_control_route_is_an_admin_route(run_server):
             assert server.client.post(path).status_code == 401, path
             assert server.client.post(path + "/").status_code == 401, path
         assert server.engine.calls == []
+
+
+def test_keys_may_be_any_text(run_server):
+    with run_server(api_key="schlüssel-鍵") as server:
+        for key, status in (("schlüssel-鍵", 200), ("schlussel-鍵", 401)):
+            response = server.client.get("/model_info", headers={"authorization": f"Bearer {key}".encode()})
+            assert response.status_code == status
+
+
+def test_an_abort_s_message_is_that_of_the_answer(server):
+    server.engine.step_s = 0.01
+    answers = []
+    client = threading.Thread(
+        target=lambda: answers.append(
+            server.generate(rid="r", text="a", sampling_params={"max_new_tokens": 500}).json()
+        )
+    )
+    client.start()
+    while not server.engine.running:
+        time.sleep(0.005)
+
+    assert _post(server, "/abort_request", rid="r", abort_message="the trainer has enough").status_code == 200
+    client.join(10)
+
+    assert answers[0]["meta_info"]["finish_reason"] == {"type": "abort", "message": "the trainer has enough"}
+
+
+def test_an_end_that_the_engine_s_state_forbids_keeps_the_update(server, monkeypatch):
+    _post(server, "/begin_weight_update", weight_version="7")
+    _send(server, _body(w=torch.ones(1)))
+    commit = server.engine.commit_weight_update
+
+    async def refuse(version):
+        raise EngineStateError("2 requests are running; pause the engine")
+
+    monkeypatch.setattr(server.engine, "commit_weight_update", refuse)
+    assert _post(server, "/end_weight_update").status_code == 409
+    assert "abort_update" not in server.engine.calls
+    monkeypatch.setattr(server.engine, "commit_weight_update", commit)
+
+    assert _post(server, "/end_weight_update").json()["weight_version"] == "7"
+
+
+def test_a_model_that_is_given_away_keeps_no_tensor():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    alive = []
+    for (name, tensor), wanted in zip(released(model), expected, strict=True):
+        assert torch.equal(tensor, wanted)
+        assert model.get_parameter(name).numel() == 0
+        alive.append(weakref.ref(tensor))
+        del tensor
+        assert [ref() is None for ref in alive[:-1]] == [True] * (len(alive) - 1)

@@ -6,6 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from radix_rl.engines.base import EngineInfo
+from radix_rl.server.generate_body import parse_generate
 from radix_transfer_plugins import StoreRef, TokenOutputStash
 
 
@@ -282,3 +284,31 @@ async def test_a_client_that_leaves_is_no_error_in_the_log(asgi_exchange, stream
 
     assert errors == []
     assert not engine.running
+
+
+def test_an_answer_without_tokens_tells_the_version_too(server):
+    meta = server.generate(text="ab", sampling_params={"max_new_tokens": 0}).json()["meta_info"]
+
+    assert meta["weight_version"] == "0"
+    assert meta["weight_versions"] == []
+
+
+def test_without_max_new_tokens_an_answer_gets_what_fits_the_cache():
+    info = EngineInfo(
+        model_path="m", weight_version="0", context_length=512, vocab_size=8, num_layers=1,
+        max_request_tokens=65,
+    )  # fmt: skip
+    body = {"input_ids": [1] * 5, "sampling_params": {"max_new_tokens": None}}
+
+    (item,) = parse_generate(json.dumps(body).encode(), None, info).items  # type: ignore[arg-type]
+
+    assert item.request.sampling.max_new_tokens == 60
+
+
+def test_a_prompt_that_is_too_long_alone_is_told_so(server):
+    response = server.generate(input_ids=[1] * 600)
+
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert "shorten it" in message
+    assert "max_new_tokens" not in message

@@ -51,7 +51,7 @@ class KeepingEngine(Engine):
     async def generate(self, request: GenerateRequest) -> GenerateOutput:
         raise NotImplementedError
 
-    async def abort(self, request_id: str | None = None) -> None: ...
+    async def abort(self, request_id: str | None = None, message: str | None = None) -> None: ...
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
         self._called("pause")

@@ -59,6 +59,13 @@ class RunConfig(Section):
                 "answer; "
                 "set it above 0"
             )
+        advantage = self.algorithm.advantage
+        if self.rollout.samples_per_prompt == 1 and advantage in ("grpo", "dr_grpo", "rloo"):
+            raise ValueError(
+                f'rollout.samples_per_prompt is 1, but algorithm.advantage "{advantage}" compares the '
+                "samples of one prompt: every advantage would be 0; set it to at least 2, or use "
+                'algorithm.advantage="reinforce_pp"'
+            )
         num_samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if num_samples < self.train.minibatches:
             raise ValueError(

@@ -53,6 +53,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt plus output tokens."""
     vocab_size: int
     num_layers: int
+    max_request_tokens: int | None = None
+    """What the engine's memory holds of one request, where that may be less; None: not told."""
     num_experts: int | None = None
     experts_per_token: int | None = None
 
@@ -83,7 +85,7 @@ class Engine(ABC):
         yield await self.generate(request)
 
     @abstractmethod
-    async def abort(self, request_id: str | None = None) -> None:
+    async def abort(self, request_id: str | None = None, message: str | None = None) -> None:
         """End one request, or all, with what they have. An unknown id may just have finished: ignored."""
 
     @abstractmethod

@@ -95,8 +95,8 @@ class EnginePool(Engine):
             finally:
                 self._load[index] -= 1
 
-    async def abort(self, request_id: str | None = None) -> None:
-        await self._on_all(lambda engine: engine.abort(request_id))
+    async def abort(self, request_id: str | None = None, message: str | None = None) -> None:
+        await self._on_all(lambda engine: engine.abort(request_id, message))
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
         await self._on_all(lambda engine: engine.pause(mode))

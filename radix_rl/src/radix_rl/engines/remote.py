@@ -165,9 +165,11 @@ class RemoteEngine(Engine):
             await self._discard(answer)
             raise
 
-    async def abort(self, request_id: str | None = None) -> None:
+    async def abort(self, request_id: str | None = None, message: str | None = None) -> None:
         """The server knows a request under its id, `_` and the try: it takes the id for all of them."""
-        body = {"abort_all": True} if request_id is None else {"rid": request_id}
+        body: dict[str, Any] = {"abort_all": True} if request_id is None else {"rid": request_id}
+        if message is not None:
+            body |= {"abort_message": message}
         await self._http.post("/abort_request", body, admin=True)
 
     async def pause(self, mode: PauseMode = "in_place") -> None:

@@ -64,11 +64,16 @@ def _counts(
         if output.cached_tokens
         else None,
         "dp_rank": None,
-        "weight_version": spans[-1].version if spans else None,
+        "weight_version": spans[-1].version if spans else _version(output),
         "weight_versions": [
             {"version": span.version, "start": span.start, "end": span.end} for span in spans
         ],
     }
+
+
+def _version(output: GenerateOutput | PartialOutput) -> str | None:
+    """Of an answer without tokens."""
+    return output.weight_version if isinstance(output, GenerateOutput) else None
 
 
 def _logprobs(item: Item, output: GenerateOutput | PartialOutput, tokenizer: Tokenizer) -> dict[str, Any]:

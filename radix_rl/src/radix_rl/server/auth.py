@@ -41,4 +41,5 @@ class BearerAuth:
         if key is None:
             return True
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and secrets.compare_digest(given.encode(), key.encode())
+        # Header bytes reach here as latin-1; clients send keys in UTF-8, as the key was configured.
+        return scheme.lower() == "bearer" and secrets.compare_digest(given.encode("latin-1"), key.encode())

@@ -22,6 +22,7 @@ class AbortBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rid: str | None = None
     abort_all: bool = False
     abort_message: str | None = None
+    """The message of the answers' finish reason."""
     finished_reason: dict[str, Any] | None = None
     """Accepted because SGLang clients send it; the engine gives the reason."""
 
@@ -47,12 +48,12 @@ async def abort_request(request: Request) -> Response:
     body = await read_body(request, AbortBody)
     state = state_of(request)
     if body.abort_all:
-        await state.engine.abort()
+        await state.engine.abort(message=body.abort_message)
         return Response()
     if not body.rid:
         raise RequestError("abort_request: expected rid, or abort_all: true")
     for request_id in state.running_ids(body.rid):
-        await state.engine.abort(request_id)
+        await state.engine.abort(request_id, body.abort_message)
     return Response()
 
 

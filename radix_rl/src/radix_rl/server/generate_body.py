@@ -239,8 +239,14 @@ def _request(
     room = info.context_length - len(prompt)
     params = sampling.params
     if sampling.unlimited:
-        params = msgspec.structs.replace(params, max_new_tokens=max(room, 0))
-    if params.max_new_tokens > room or room < 0:
+        fitting = min(info.context_length, info.max_request_tokens or info.context_length) - len(prompt)
+        params = msgspec.structs.replace(params, max_new_tokens=max(fitting, 0))
+    if room < 0:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens, more than the context length of {info.context_length}; "
+            "shorten it"
+        )
+    if params.max_new_tokens > room:
         raise RequestError(
             f"the prompt has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}, "
             f"together more than the "

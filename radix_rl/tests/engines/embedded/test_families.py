@@ -77,6 +77,15 @@ FAMILIES = {
     },
     "MiniMaxM2": GQA | {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
     "GraniteMoe": GQA | {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "Llama4": GQA
+    | {
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "moe_layers": [1, 2],
+        "attention_chunk_size": 256,
+    },
     "DeepseekV32": DSA,
     "GlmMoeDsa": DSA | {"indexer_types": ["full", "shared", "full"]},
 }
@@ -86,7 +95,8 @@ FAMILIES = {
 def family():
     def make(name: str) -> tf.PreTrainedModel:
         torch.manual_seed(1)
-        model = getattr(tf, f"{name}ForCausalLM")(getattr(tf, f"{name}Config")(**FAMILIES[name]))
+        config = getattr(tf, f"{name}TextConfig", None) or getattr(tf, f"{name}Config")
+        model = getattr(tf, f"{name}ForCausalLM")(config(**FAMILIES[name]))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:

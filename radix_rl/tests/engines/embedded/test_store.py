@@ -3,10 +3,15 @@ holds.
 """
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 
+from radix_rl.engines.embedded import engine as engine_module
+from radix_rl.engines.embedded.build import build_writer
+from radix_rl.engines.embedded.config import EmbeddedEngineConfig, OutputStoreTarget
+from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.errors import ConfigurationError
 from radix_transfer_plugins import OutputStore, StoreRef, TokenOutputStash, create_backend
 
@@ -87,3 +92,27 @@ async def test_unknown_backend_is_refused_at_start(qwen3_moe, engine_of):
     with pytest.raises((ConfigurationError, ValueError), match="nowhere"):
         async with engine_of(qwen3_moe, output_store={"backend": "nowhere"}):
             pass
+
+
+async def test_a_start_that_is_cancelled_while_it_connects_closes_the_store(qwen3_moe, monkeypatch):
+    connecting, may_connect = threading.Event(), threading.Event()
+    made = []
+
+    def slowly(config, model):
+        connecting.set()
+        assert may_connect.wait(10)
+        made.append(build_writer(config, model))
+        return made[0]
+
+    monkeypatch.setattr(engine_module, "build_writer", slowly)
+    engine = EmbeddedEngine(EmbeddedEngineConfig(output_store=OutputStoreTarget(**STORE)), model=qwen3_moe)
+    start = asyncio.create_task(engine.start())
+    await asyncio.to_thread(connecting.wait, 10)
+    start.cancel()
+    may_connect.set()
+
+    with pytest.raises(asyncio.CancelledError):
+        await start
+
+    with pytest.raises(RuntimeError, match="writer is closed"):
+        await made[0].write(TokenOutputStash(routed_experts=np.zeros((1, 1, 1), np.int32)), {})

@@ -10,6 +10,7 @@ from radix_rl.engines.base import EngineInfo
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
 from radix_rl.engines.embedded.core import EngineCore
 from radix_rl.engines.embedded.float32_products import Float32Products, cpu_lacks_bfloat16
+from radix_rl.engines.embedded.kv_slots import STRIDE_MULTIPLE
 from radix_rl.engines.embedded.model_loader import load_model
 from radix_rl.engines.embedded.runner import ModelRunner
 from radix_rl.errors import ConfigurationError
@@ -111,6 +112,8 @@ def describe_model(config: EmbeddedEngineConfig, core: EngineCore) -> EngineInfo
         model_path=config.model_path or type(loaded.model).__name__,
         weight_version=core.weights.version or "",
         context_length=loaded.context_length,
+        # The last token never goes through the model, so that it needs no room.
+        max_request_tokens=config.kv_cache_tokens // STRIDE_MULTIPLE * STRIDE_MULTIPLE + 1,
         vocab_size=core.runner.vocab_size,
         num_layers=len(loaded.layers),
         num_experts=_first(loaded.text_config, _NUM_EXPERTS_NAMES),

@@ -73,7 +73,7 @@ class EmbeddedEngine(Engine):
     async def start(self) -> EngineInfo:
         if self._worker is not None:
             raise EngineStateError("the engine was started already")
-        self._writer = await asyncio.to_thread(build_writer, self.config, self._model)
+        self._writer = await self._connect_writer()
         model, self._model = self._model, None
         self._worker = Worker(lambda: build_core(self.config, model, self.tokenizer), self.config.num_threads)
         self._worker.start()
@@ -96,6 +96,17 @@ class EmbeddedEngine(Engine):
         vocab_size = core.runner.vocab_size
         self._end_token_ids = frozenset(i for i in core.runner.loaded.end_token_ids if i < vocab_size)
         return await self.info()
+
+    async def _connect_writer(self) -> OutputStoreWriter | None:
+        connecting = asyncio.ensure_future(asyncio.to_thread(build_writer, self.config, self._model))
+        try:
+            return await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            # The thread cannot be stopped; what it brings must not stay open.
+            await asyncio.wait([connecting])
+            if connecting.exception() is None and (writer := connecting.result()) is not None:
+                await writer.close()
+            raise
 
     async def info(self) -> EngineInfo:
         """Answers at once, also while a step runs."""
@@ -197,7 +208,7 @@ class EmbeddedEngine(Engine):
     async def _answer(self, sequence: Sequence) -> GenerateOutput:
         if sequence.error is not None:
             raise sequence.error
-        return await build_output(sequence, self._writer)
+        return await build_output(sequence, self._writer, self._core_now().weights.version)
 
     def _abort_in_background(self, sequence: Sequence) -> None:
         def abort(core: EngineCore) -> None:
@@ -208,8 +219,8 @@ class EmbeddedEngine(Engine):
         except EngineDeadError:
             return
 
-    async def abort(self, request_id: str | None = None) -> None:
-        await self._call(lambda core: core.abort(request_id))
+    async def abort(self, request_id: str | None = None, message: str | None = None) -> None:
+        await self._call(lambda core: core.abort(request_id, message or "aborted"))
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
         if mode not in self.capabilities.pause_modes:

@@ -44,7 +44,9 @@ def _stash(sequence: Sequence) -> tuple[TokenOutputStash | None, dict[str, int]]
     return collector.to_stash(sequence.forwarded_tokens), collector.start_rows()
 
 
-async def build_output(sequence: Sequence, writer: OutputStoreWriter | None) -> GenerateOutput:
+async def build_output(
+    sequence: Sequence, writer: OutputStoreWriter | None, weight_version: str | None
+) -> GenerateOutput:
     """Stores the outputs first where the request asked for it. The caller owns the stored object; cancelling
     leaves none.
     """
@@ -65,6 +67,7 @@ async def build_output(sequence: Sequence, writer: OutputStoreWriter | None) -> 
         output_logprobs=tuple(sequence.output_logprobs),
         finish_reason=sequence.finish_reason,
         version_spans=tuple(sequence.version_spans),
+        weight_version=weight_version,
         cached_tokens=sequence.cached_tokens,
         num_retractions=sequence.num_retractions,
         outputs=outputs,

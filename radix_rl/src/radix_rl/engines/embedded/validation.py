@@ -48,12 +48,18 @@ class RequestLimits:
             if not 0 <= token < self._vocab_size:
                 raise RequestError(f"stop_token_ids: expected ids in [0, {self._vocab_size}), got {token}")
         new = request.sampling.max_new_tokens
+        if prompt > self._context_length or round_up_tokens(prompt) > self._kv_cache_tokens:
+            limit = min(self._context_length, self._kv_cache_tokens)
+            raise RequestError(
+                f"input_ids: {prompt} prompt tokens alone are over the {limit} that a request may have; "
+                "shorten the prompt"
+            )
         if prompt + new > self._context_length:
             raise RequestError(
                 f"{prompt} prompt tokens and max_new_tokens={new} make {prompt + new}, over the context "
                 "length of "
                 f"{self._context_length}; shorten the prompt or lower max_new_tokens to "
-                f"{max(self._context_length - prompt, 0)}"
+                f"{self._context_length - prompt}"
             )
         reserved = round_up_tokens(prompt + max(new - 1, 0))
         if reserved > self._kv_cache_tokens:
