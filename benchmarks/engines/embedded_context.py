@@ -46,7 +46,8 @@ def run() -> list[Result]:
     return [
         shown(f"embedded engine: CPU time added to {what}", engine, "ms"),
         at_most("embedded engine: of what the forward step adds", engine / forward, "ratio", 1.0),
-        shown("embedded engine: of what the attention kernel alone adds", engine / attention, "ratio"),
+        # A tenth is for the mask, which is the engine's to build.
+        at_most("embedded engine: of what the attention kernel alone adds", engine / attention, "ratio", 1.1),
     ]
 
 

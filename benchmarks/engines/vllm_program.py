@@ -12,7 +12,7 @@ PROMPT_TOKENS, VOCAB = 16, 1024
 def main(model: str, num_requests: int, new_tokens: int) -> None:
     from triton.backends import backends
 
-    # The environment adds it for tests of Model Runner V2; the wheel comes without and has kernels of its own.
+    # The environment adds it for tests of Model Runner V2; the wheel itself has its own kernels.
     backends.pop("cpu", None)
     from vllm import LLM, SamplingParams
 
