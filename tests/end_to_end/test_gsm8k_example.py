@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,9 +92,8 @@ def greedy_number(folder: Path, question: str) -> int:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, return_tensors="pt")
-    outputs = AutoModelForCausalLM.from_pretrained(folder).generate(
-        **prompt, do_sample=False, max_new_tokens=8
-    )
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    outputs = model.generate(**prompt, do_sample=False, max_new_tokens=8)
     answer = tokenizer.decode(outputs[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     return int(re.findall(r"\d+", answer)[-1])
 

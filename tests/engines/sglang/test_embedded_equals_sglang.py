@@ -107,15 +107,16 @@ CASES = {
     "stop token": sampling(temperature=0, max_new_tokens=60, ignore_eos=True, stop_token_ids=[259]),
     "minimum length": sampling(temperature=0, max_new_tokens=12, min_new_tokens=9, stop_token_ids=[259]),
     "special tokens": sampling(**GREEDY, skip_special_tokens=False, spaces_between_special_tokens=False),
-    "penalties": generate(
+    # Apart: without the overlap schedule SGLang applies them in the order of a set of classes, which changes
+    # from start to start.
+    "additive penalties": generate(
         text="Hello",
-        sampling_params={
-            **GREEDY,
-            "max_new_tokens": 20,
-            "frequency_penalty": 1.0,
-            "presence_penalty": 0.5,
-            "repetition_penalty": 1.3,
-        },
+        sampling_params={**GREEDY, "max_new_tokens": 20, "frequency_penalty": 1.0, "presence_penalty": 0.5},
+        return_logprob=True,
+    ),
+    "scaling penalty": generate(
+        text="Hello",
+        sampling_params={**GREEDY, "max_new_tokens": 20, "repetition_penalty": 1.3},
         return_logprob=True,
     ),
     "top_k 1": generate(
