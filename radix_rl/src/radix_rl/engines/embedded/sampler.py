@@ -65,7 +65,7 @@ class Sampler:
     def _transform(self, scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         if batch.has_penalties:
             seen = batch.output_counts > 0
-            # The order of SGLang's overlap schedule: what is subtracted first decides which side of zero the scaling meets.
+            # As SGLang's overlap schedule: subtracting decides on which side of zero they are scaled.
             scores = scores - batch.frequency * batch.output_counts - batch.presence * seen
             repeated = torch.where(scores > 0, scores / batch.repetition, scores * batch.repetition)
             scores = torch.where(seen, repeated, scores)
