@@ -9,7 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from radix_rl.engines.sglang_api import generate_body, parse_answer
+from radix_rl.errors import ReplayError
 from radix_rl.launch.gateway import Gateway, GatewaySettings, require_output_store
+from radix_rl.rollout.replay_index import ReplayIndex
+from radix_rl.types import GenerateRequest, SamplingParams
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -21,25 +25,35 @@ BODY = {
 }
 
 
-def test_stock_router_drops_the_opt_in(
+def test_answer_that_the_stock_router_stripped_is_an_error_naming_the_router(
     server: Any, reader: Any, sglang_python: str, start_process: Callable[..., Any], port: Callable[[], int]
 ) -> None:
-    """So a client that asked for a reference has to refuse the answer, naming the router."""
+    """It drops the opt-in, and what else it does not know."""
+    request = GenerateRequest(
+        request_id="routed",
+        input_ids=tuple(BODY["input_ids"]),
+        sampling=SamplingParams(max_new_tokens=4, temperature=0, ignore_eos=True),
+        return_routed_experts=True,
+        return_outputs_via_store=True,
+    )
+    body = generate_body(request, "routed")
     listen = port()
     command = [sglang_python, "-m", "sglang_router.launch_router", "--worker-urls", server.url]
     command += ["--host", "127.0.0.1", "--port", str(listen), "--prometheus-port", str(port())]
     router = start_process(command, f"http://127.0.0.1:{listen}")
     router.wait_until_healthy()
-    deadline = time.monotonic() + 60
-    response = router.post("/generate", BODY)
+    deadline = time.monotonic() + 120
+    response = router.post("/generate", body)
     while response.status_code == 503 and time.monotonic() < deadline:
         time.sleep(1)
-        response = router.post("/generate", BODY)
+        response = router.post("/generate", body)
     router.stop()
     assert response.status_code == 200, response.text
     answer = response.json()
-    meta_info = (answer[0] if isinstance(answer, list) else answer)["meta_info"]
-    assert "output_store_ref" not in meta_info
+    output = parse_answer(request, answer[0] if isinstance(answer, list) else answer, {})
+    assert output.output_store_ref is None
+    with pytest.raises(ReplayError, match="router"):
+        ReplayIndex().add_response(request, output, store_backend="faulty")
 
 
 @pytest.fixture(scope="module")
