@@ -1,10 +1,10 @@
 """An engine's inline path against the output store: the same requests to one server, in alternating rounds.
 
-A model of 24 MoE layers, top-8, prompts of at least 1024 tokens, and 16 requests at a time, which are sent
+A model of 24 MoE layers, top-16, prompts of at least 1024 tokens, and 16 requests at a time, which are sent
 together; the next round begins when all are answered. The model is small, prompts repeat and one token is
-asked for, so that little of the time is arithmetic, which is the same both ways, and the way of the outputs
-shows: of 1024 rows a request, 0.8 MB of int32, or more. Rounds go inline, store, store, inline, so that
-neither way always comes first.
+asked for, so that as little of the time as can be is arithmetic, which is the same both ways, and the way of
+the outputs shows: of 1024 rows a request, 1.6 MB of int32, or more. Rounds go inline, store, store, inline,
+so that neither way always comes first.
 """
 
 import json
@@ -32,7 +32,7 @@ from radix_transfer_plugins import OutputStore, TokenOutputStash, create_backend
 from radix_transfer_plugins.responses import find_refs
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS, EXPERTS, TOP_K = 24, 16, 8
+LAYERS, EXPERTS, TOP_K = 24, 32, 16
 OUTPUT_TOKENS = 1
 CONCURRENCY = 16
 ROUNDS, MIN_ROUNDS = 40, 8
