@@ -1,6 +1,5 @@
-"""Exceptions to HTTP answers, in SGLang's shapes: `{"error": {"message": ...}}`; OpenAI's on its routes; both for
-malformed bodies.
-"""
+"""Exceptions to HTTP answers, in the shapes of SGLang (`{"error": {"message": ...}}`) and, on its routes, of
+OpenAI; a malformed body gets both."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -82,7 +82,7 @@ def test_greedy_support_is_one_token(sample):
 
 
 def test_penalties_act_on_sampled_tokens(sample):
-    # Token 0 came twice. From log 0.4 frequency takes 2 * 0.5, presence 0.25; repetition 2 doubles what is left.
+    # Token 0 came twice. Log 0.4 loses 2 * 0.5 for frequency and 0.25 for presence; repetition doubles it.
     drawn = sample(
         PROBS,
         output_ids=(0, 0),
