@@ -369,6 +369,8 @@ class EngineCore:
         sequence.num_retractions += 1
         sequence.state = SequenceState.WAITING
         self.waiting.appendleft(sequence)
+        # The token that ends its next prefill is sampled elsewhere: this batch's counts would lack it.
+        self._sampling = None
 
     def _rows(self, sequence: Sequence, slot: int | None) -> dict[str, np.ndarray]:
         """Rows of every field that the request wants: saved ones first, the slot's after them."""
