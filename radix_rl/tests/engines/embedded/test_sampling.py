@@ -81,6 +81,19 @@ def test_greedy_support_is_one_token(sample):
     assert drawn.logprobs[0] == pytest.approx(np.log(0.4), abs=1e-6)
 
 
+@pytest.mark.parametrize("fields", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_support_holds_its_token_and_finite_logprobs_where_no_logit_is_finite(sample, fields, bad):
+    # The logarithms that the fixture takes of these are not finite either.
+    drawn = sample([bad, 0.5, 0.3, 0.2], return_sampling_mask=True, **fields)
+    support = drawn.supports[0]
+    assert drawn.logprobs == [-9999.0]
+    assert support.token_ids.tolist() == drawn.tokens
+    assert np.isfinite(support.logprobs).all()
+    if fields != {"temperature": 0.0}:
+        assert support.logprobs.tolist() == [-9999.0]
+
+
 def test_penalties_act_on_sampled_tokens(sample):
     # Token 0 came twice. Log 0.4 loses 2 * 0.5 for frequency and 0.25 for presence; repetition doubles it.
     drawn = sample(

@@ -18,7 +18,7 @@ from radix_rl.types import GenerateOutput, GenerateRequest
 
 @pytest.fixture
 def sparse_moe() -> tf.PreTrainedModel:
-    """Routers, indexers and a vocabulary to truncate: a DeepSeek-V3.2 of three layers, the first one dense."""
+    """A DeepSeek-V3.2 of three layers, the first one dense: it has routers and indexers."""
     config = tf.DeepseekV32Config(
         vocab_size=128,
         hidden_size=64,

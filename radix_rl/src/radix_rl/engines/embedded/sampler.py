@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from radix_engine_plugins.logprobs import floored
 from radix_rl.engines.embedded.noise import negative_exponential, row_keys
 from radix_rl.engines.embedded.sampling_batch import SamplingBatch
 from radix_rl.types import LOGPROB_FLOOR
@@ -27,7 +28,7 @@ class Support:
     token_ids: np.ndarray
     """`[k]` int32."""
     logprobs: np.ndarray
-    """`[k]` float32, renormalised: their exponentials sum to 1."""
+    """`[k]` float32, renormalised: their exponentials sum to 1. The floor where they are not finite."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,10 @@ class Sampler:
                 continue
             ordered, ids = probs[i].sort(descending=True, stable=True)
             size = int((ordered > 0).sum())
+            if size == 0:
+                # Probabilities that are not finite rank nothing; what was sampled is in its support anyway.
+                supports[row] = _support(tokens[i : i + 1], probs[i, tokens[i : i + 1]].log())
+                continue
             supports[row] = _support(ids[:size], ordered[:size].log())
 
     def _truncated(
@@ -165,6 +170,5 @@ class Sampler:
 
 
 def _support(token_ids: torch.Tensor, logprobs: torch.Tensor) -> Support:
-    return Support(
-        token_ids.to(torch.int32).cpu().numpy().copy(), logprobs.to(torch.float32).cpu().numpy().copy()
-    )
+    finite, _ = floored(logprobs.to(torch.float32).cpu().numpy().copy())
+    return Support(token_ids.to(torch.int32).cpu().numpy().copy(), finite)
