@@ -161,12 +161,44 @@ async def test_dense_model_with_capture_is_refused(engine_of):
             pass
 
 
-async def test_layers_with_a_recurrent_state_are_refused(engine_of):
-    config = tf.Qwen3NextConfig(
+async def test_layers_whose_state_is_no_key_value_cache_are_refused(engine_of):
+    recurrent = tf.Qwen3NextConfig(
         **GQA, intermediate_size=64, layer_types=["linear_attention", "full_attention", "full_attention"]
     )
-    with pytest.raises(ConfigurationError, match="linear_attention"):
-        async with engine_of(tf.Qwen3NextForCausalLM(config), enable_return_routed_experts=False):
+    compressing = tf.DeepseekV4Config(
+        **COMMON, num_key_value_heads=1, head_dim=32, q_lora_rank=32, moe_intermediate_size=32,
+        n_routed_experts=8, num_experts_per_tok=2, mlp_layer_types=["hash_moe", "moe", "moe"],
+    )  # fmt: skip
+    for model, kind in (
+        (tf.Qwen3NextForCausalLM(recurrent), "linear_attention"),
+        (tf.DeepseekV4ForCausalLM(compressing), "heavily_compressed_attention"),
+    ):
+        with pytest.raises(ConfigurationError, match=kind):
+            async with engine_of(model, enable_return_routed_experts=False):
+                pass
+
+
+class HashedFeedForward(torch.nn.Module):
+    """Routes by token, without a router or a telling name; its experts are a stack of matrices or modules."""
+
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        if stacked:
+            self.weight = torch.nn.Parameter(torch.randn(8, 64, 64))
+        else:
+            self.parts = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+async def test_one_layer_that_routes_in_an_unknown_way_is_refused_though_others_are_known(
+    qwen3_moe, engine_of, stacked
+):
+    qwen3_moe.model.layers[1].mlp = HashedFeedForward(stacked)
+    with pytest.raises(ConfigurationError, match=r"layer 1: .*no adapter knows the router"):
+        async with engine_of(qwen3_moe):
             pass
 
 

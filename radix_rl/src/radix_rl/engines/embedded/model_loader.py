@@ -140,7 +140,9 @@ def _tokenizer(config: EmbeddedEngineConfig) -> Any | None:
 
 def _use_slot_attention(model: PreTrainedModel) -> None:
     layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
-    unknown = {kind for kind in layer_types if "attention" not in kind or "linear" in kind}
+    unknown = {
+        kind for kind in layer_types if "attention" not in kind or "linear" in kind or "compressed" in kind
+    }
     if unknown:
         raise ConfigurationError(
             f"{type(model).__name__} has layers of type {sorted(unknown)}, whose state is no key-value "

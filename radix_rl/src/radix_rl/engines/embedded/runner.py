@@ -50,7 +50,7 @@ class ModelRunner:
         """Hook every router of the target model. Raises ConfigurationError if there is none or one is
         unknown.
         """
-        routers = find_routers(self.loaded.layers)
+        routers = find_routers(self.loaded.layers, num_experts)
         if not routers:
             raise ConfigurationError(
                 f"enable_return_routed_experts: {type(self.model).__name__} has no layer that routes to "

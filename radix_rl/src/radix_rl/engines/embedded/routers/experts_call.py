@@ -1,7 +1,7 @@
 """Experts that are called with the chosen ids: `experts(hidden_states, top_k_index, top_k_weights)`.
 
 The interface of transformers 5 for stacked expert weights: Qwen2/3-MoE, Mixtral, OLMoE, DeepSeek-V2/V3/V3.2,
-GLM-4-MoE, gpt-oss, MiniMax-M2, Granite-MoE, Phi-MoE, Ernie 4.5, hash-routed layers of DeepSeek-V4 and others.
+GLM-4-MoE, gpt-oss, MiniMax-M2, Granite-MoE, Phi-MoE, Ernie 4.5 and others.
 What is captured is what is computed with, whatever the router before it looks like; shared experts are other
 modules and do not appear.
 """

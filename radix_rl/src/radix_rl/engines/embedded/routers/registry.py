@@ -31,7 +31,9 @@ def router_adapter_names() -> list[str]:
     return [adapter.name for adapter in _ADAPTERS]
 
 
-def find_routers(layers: torch.nn.ModuleList) -> dict[int, tuple[RouterAdapter, torch.nn.Module]]:
+def find_routers(
+    layers: torch.nn.ModuleList, num_experts: int
+) -> dict[int, tuple[RouterAdapter, torch.nn.Module]]:
     """Layer number -> its adapter and module, over the decoder layers of the target model only.
 
     Layers without routing are absent. A layer that seems to route but matches no adapter, or matches twice,
@@ -52,7 +54,7 @@ def find_routers(layers: torch.nn.ModuleList) -> dict[int, tuple[RouterAdapter, 
         if matches:
             found[index] = matches[0]
             continue
-        unknown = [type(m).__name__ for m in layer.modules() if _LOOKS_LIKE_ROUTING.search(type(m).__name__)]
+        unknown = [type(m).__name__ for m in layer.modules() if _seems_to_route(m, num_experts)]
         if unknown:
             raise ConfigurationError(
                 f"layer {index}: routed experts were asked for, but no adapter knows the router of "
@@ -62,6 +64,15 @@ def find_routers(layers: torch.nn.ModuleList) -> dict[int, tuple[RouterAdapter, 
                 "(docs/engine-embedded.md), or leave enable_return_routed_experts off"
             )
     return found
+
+
+def _seems_to_route(module: torch.nn.Module, num_experts: int) -> bool:
+    """By its name, or because it holds one network, or one matrix, for each expert."""
+    if _LOOKS_LIKE_ROUTING.search(type(module).__name__):
+        return True
+    if isinstance(module, torch.nn.ModuleList) and len(module) == num_experts:
+        return True
+    return any(p.dim() == 3 and len(p) == num_experts for p in module.parameters(recurse=False))
 
 
 def _adapter_for(module: torch.nn.Module) -> RouterAdapter | None:
