@@ -12,6 +12,7 @@ import torch
 from radix_rl.engines.base import PauseMode
 from radix_rl.engines.embedded.finish import FinishCheck
 from radix_rl.engines.embedded.float32_products import Float32Products
+from radix_rl.engines.embedded.freed_memory import give_back
 from radix_rl.engines.embedded.prefix_cache import PrefixCache
 from radix_rl.engines.embedded.runner import ModelRunner
 from radix_rl.engines.embedded.sampler import Sampled, Sampler
@@ -183,6 +184,7 @@ class EngineCore:
             self.runner.cache.release()
             if self.prefixes is not None:
                 self.prefixes.release()
+        give_back(self.runner.device)
 
     def wake(self, tags: Rows[str]) -> None:
         if "weights" in tags:
