@@ -258,7 +258,9 @@ async def make_letters(config: dict[str, Any] | None) -> tuple[Engine, Any, Outp
     return LetterEngine(writer, "memory" if config else None), LetterTokenizer(), writer
 
 
-async def make_embedded(config: dict[str, Any] | None) -> tuple[Engine, Any, OutputStoreWriter | None]:
+async def make_embedded(
+    config: dict[str, Any] | None, **changes: Any
+) -> tuple[Engine, Any, OutputStoreWriter | None]:
     """The real engine over a tiny random Qwen3-MoE and a tokenizer of one token a byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
@@ -287,10 +289,10 @@ async def make_embedded(config: dict[str, Any] | None) -> tuple[Engine, Any, Out
         EmbeddedEngineConfig(
             dtype="float32",
             max_running_requests=16,
-            kv_cache_tokens=1024,
             enable_return_routed_experts=True,
             num_threads=1,
             output_store=OutputStoreTarget(backend="memory", config=config) if config else None,
+            **({"kv_cache_tokens": 1024} | changes),
         ),
         model=model,
         tokenizer=fast,
@@ -361,6 +363,15 @@ def embedded_server():
     views: list[OutputStore] = []
     with _running(views, make_embedded) as running:
         yield running
+    for view in views:
+        view.close()
+
+
+@pytest.fixture
+def run_embedded():
+    """`with run_embedded(**settings of the engine) as server`."""
+    views: list[OutputStore] = []
+    yield lambda **changes: _running(views, functools.partial(make_embedded, **changes))
     for view in views:
         view.close()
 

@@ -3,9 +3,13 @@
 import base64
 import itertools
 import json
+import threading
+import time
 
 import numpy as np
 import openai
+import pytest
+import torch
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -93,3 +97,79 @@ def test_weights_are_renamed_and_asleep_weights_refuse(embedded_server):
     assert client.post("/resume_memory_occupation", json={"tags": ["kv_cache"]}).status_code == 200
     assert client.get("/health").status_code == 200
     assert client.get("/health_generate").status_code == 200
+
+
+def test_what_can_never_fit_the_cache_is_a_400_and_what_must_wait_waits(run_embedded):
+    with run_embedded(kv_cache_tokens=64, context_length=256) as server:
+        params = {"temperature": 0, "ignore_eos": True}
+        refused = server.generate(text="a" * 40, sampling_params=params | {"max_new_tokens": 26})
+        alone = server.generate(text="a" * 40, sampling_params=params | {"max_new_tokens": 25}).json()
+        answers = []
+
+        def ask():
+            body = {"text": "a" * 40, "sampling_params": params | {"max_new_tokens": 25}}
+            answers.append(server.generate(**body).json())
+
+        # Each needs the whole cache, so that four of them queue.
+        clients = [threading.Thread(target=ask) for _ in range(4)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join(30)
+
+    assert refused.status_code == 400
+    assert "cache of 80 tokens, but the engine's holds 64" in refused.json()["error"]["message"]
+    assert [answer["output_ids"] for answer in answers] == [alone["output_ids"]] * 4
+
+
+def test_pausing_in_place_keeps_what_was_computed_and_new_weights_get_a_span_of_their_own(embedded_server):
+    client = embedded_server.client
+    answers = []
+    body = {"text": "Hello", "sampling_params": {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}}
+    request = threading.Thread(target=lambda: answers.append(embedded_server.generate(**body).json()))
+
+    def metric(name):
+        lines = client.get("/metrics").text.splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"radix_rl_engine_{name} "))
+
+    before = client.get("/model_info").json()["weight_version"]
+    generated = metric("generated_tokens")
+    request.start()
+    while metric("generated_tokens") < generated + 5:
+        time.sleep(0.002)
+    assert client.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+    prefilled, generated = metric("prefilled_tokens"), metric("generated_tokens")
+    time.sleep(0.05)
+    assert metric("generated_tokens") == generated
+    renamed = {"new_version": "later", "abort_all_requests": False}
+    assert client.post("/update_weight_version", json=renamed).status_code == 200
+    assert client.post("/continue_generation").status_code == 200
+    request.join(30)
+
+    assert metric("prefilled_tokens") == prefilled
+    first, second = answers[0]["meta_info"]["weight_versions"]
+    assert (first["version"], first["start"], second["version"], second["end"]) == (before, 0, "later", 200)
+    assert first["end"] == second["start"] >= 5
+    assert answers[0]["meta_info"]["num_retractions"] == 0
+
+
+@pytest.mark.parametrize("mode", ["selected", "support"])
+def test_log_probabilities_that_are_not_finite_are_the_floor_in_valid_json(run_embedded, mode):
+    with run_embedded() as server:
+        with torch.no_grad():
+            server.engine._core_now().runner.model.lm_head.weight.fill_(float("nan"))
+        response = server.generate(
+            text="Hello",
+            sampling_params={"max_new_tokens": 3, "top_p": 0.9, "ignore_eos": True},
+            return_logprob=True,
+            return_sampling_mask=True,
+            sampling_logprobs_mode=mode,
+        )
+        metrics = server.client.get("/metrics").text
+
+    assert response.status_code == 200
+    meta = json.loads(response.text, parse_constant=pytest.fail)["meta_info"]
+    assert [logprob for logprob, _, _ in meta["output_token_logprobs"]] == [-9999.0] * 3
+    if mode == "support":
+        assert meta["output_token_sampling_logprobs"] == [[-9999.0]] * 3
+    assert "radix_rl_engine_non_finite_logprobs 3.0" in metrics

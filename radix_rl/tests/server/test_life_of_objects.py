@@ -123,6 +123,23 @@ def test_a_failing_sibling_frees_the_objects_of_the_batch(server, stream):
     assert not server.engine.running
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failing_sample_of_a_prompt_frees_the_objects_of_the_others(server, stream):
+    server.engine.step_s = 0.01
+    server.engine.fail_ids.add("x_1")
+    body = {"text": "a", "rid": "x", "stream": stream} | STORED
+
+    response = server.generate(sampling_params={"n": 3, "max_new_tokens": 4}, **body)
+
+    if not stream:
+        assert response.status_code == 500
+    events = [event for event in response.text.split("\n\n") if "_ref" in event]
+    delivered = {json.loads(event[6:])["meta_info"]["output_store_ref"]["key"] for event in events}
+    assert len(delivered) < 3
+    _until(lambda: server.objects() == delivered)
+    assert not server.engine.running
+
+
 def test_an_answer_that_cannot_be_built_leaves_no_object(server, monkeypatch):
     def broken(*_, **__):
         raise KeyError("tokenizer file is damaged")
