@@ -176,6 +176,31 @@ async def test_aborted_requests_go_on_where_they_ended(engine, store, make, prob
     assert delete_refs([first, second], store) == 6
 
 
+async def test_tokens_that_an_abort_brings_without_their_rows_are_sampled_again(
+    engine, store, make, problems
+):
+    def first_ones_lose_their_rows(request):
+        if request.request_id not in {first.request_id for first in engine.requests[:2]}:
+            return None
+        without = engine.answer(msgspec.structs.replace(request, return_routed_experts=False))
+        return msgspec.structs.replace(
+            without,
+            output_ids=(1000, 1001),
+            output_logprobs=(-7.0, -7.0),
+            finish_reason=FinishReason(type="abort"),
+        )
+
+    engine.delay_s = lambda request: 0.01
+    engine.outcome = first_ones_lose_their_rows
+    samples = await make().generate(0, problems[:1])
+    assert len(engine.requests) == 4
+    for sample in samples:
+        assert len(sample.tokens) - sample.prompt_tokens == 4
+        assert -7.0 not in sample.rollout_logprobs
+        assert sample.replay.covered_rows == len(sample.tokens) - 1
+    delete_refs(samples, store)
+
+
 async def test_an_engine_that_only_aborts_is_an_error_and_leaves_nothing(engine, store, make, problems):
     engine.output_tokens = lambda request: (0, "abort")
     with pytest.raises(EngineError, match="aborted 3 times in a row"):

@@ -19,9 +19,10 @@ from radix_rl.engines.base import Engine
 from radix_rl.errors import ConfigurationError, EngineError, ReplayError
 from radix_rl.rollout.environments.base import Environment, Problem
 from radix_rl.rollout.refs import delete_refs, in_thread_to_end
+from radix_rl.rollout.replay_index import requested_fields
 from radix_rl.rollout.sample import Sample
 from radix_rl.rollout.sample_builder import SampleBuilder
-from radix_rl.types import GenerateRequest, SamplingParams
+from radix_rl.types import GenerateOutput, GenerateRequest, SamplingParams
 from radix_transfer_plugins import OutputStore
 from radix_transfer_plugins.errors import OutputStoreError
 
@@ -41,6 +42,21 @@ _REMEDIES = {
     "sampling_mask": "set train.replay_sampling_mask=false, or sample without top_k, top_p and min_p",
 }
 """Replay output -> what to do when the engine does not return it."""
+
+
+def _without_lost_outputs(request: GenerateRequest, output: GenerateOutput) -> GenerateOutput:
+    """SGLang aborts a request that waits after a retraction with its tokens, but without their rows, which
+    went with its cache. Such tokens cannot be replayed: they are sampled again."""
+    delivered = output.outputs is not None or output.output_store_ref is not None
+    if delivered or not (output.finish_reason.type == "abort" and requested_fields(request)):
+        return output
+    if output.output_ids:
+        logger.info(
+            "request %s was aborted without the replay outputs of its %d tokens; they are sampled again",
+            request.request_id,
+            len(output.output_ids),
+        )
+    return msgspec.structs.replace(output, output_ids=(), output_logprobs=(), version_spans=())
 
 
 class RolloutGenerator:
@@ -127,7 +143,7 @@ class RolloutGenerator:
             request = self._request(f"{seed_path}/{attempt}", problem, sample)
             try:
                 async with self._slots:
-                    output = await self._engine.generate(request)
+                    output = _without_lost_outputs(request, await self._engine.generate(request))
                 sample = await self._builder.join(
                     request, output, sample=sample, group_id=group_id, index=index
                 )
