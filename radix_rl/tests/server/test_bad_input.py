@@ -24,7 +24,7 @@ OK = {"sampling_params": {"max_new_tokens": 1}}
         ({"text": "a", "return_hidden_states": True}, "return_hidden_states: not supported"),
         ({"text": "a", "top_logprobs_num": 3}, "top_logprobs_num: not supported"),
         ({"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
-        ({"text": "a", "return_indexer_topk": True}, "no sparse-attention indexer"),
+        ({"text": "a", "return_indexer_topk": True}, "--enable-return-indexer-topk"),
         ({"text": "a", "return_routed_experts": True, "routed_experts_start_len": 2}, "expected 0 to 1"),
         ({"text": "a", "return_routed_experts": True, "routed_experts_start_len": -1}, "expected 0 to 1"),
         ({"text": "a", "return_outputs_via_store": True}, "nothing to store was asked for"),

@@ -58,7 +58,8 @@ class ServerState:
                 )
             if request.return_indexer_topk and not can.indexer_topk:
                 raise RequestError(
-                    "return_indexer_topk: the model of this server has no sparse-attention indexer"
+                    "return_indexer_topk: this server does not capture indexer top-k; start it with "
+                    "--enable-return-indexer-topk (and a model that has sparse attention)"
                 )
             if request.return_sampling_mask and not can.sampling_mask:
                 raise RequestError(
