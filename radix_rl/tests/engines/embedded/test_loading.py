@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,10 @@ async def test_a_folder_that_holds_no_whole_model_is_refused(qwen3_moe, settings
     tensors = {k: v for k, v in qwen3_moe.state_dict().items() if k != "model.layers.1.mlp.gate.weight"}
     qwen3_moe.save_pretrained(tmp_path, state_dict=tensors)
     await refused(r"lacks weights of Qwen3MoeForCausalLM: model\.layers\.1\.mlp\.gate\.weight")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for nonsense in ({"hidden_size": "x"}, {"num_attention_heads": 0}, {"num_hidden_layers": None}):
+        (tmp_path / "config.json").write_text(json.dumps(config | nonsense))
+        await refused("model_path: transformers cannot load")
 
 
 async def test_smollm2_answers_from_its_gguf_file_and_stops_at_a_string(request_of):

@@ -254,6 +254,37 @@ async def test_tied_weights_are_needed_once_and_must_agree(engine_of):
                     await engine.update_weights(buckets[-1])
 
 
+async def test_tied_weights_may_come_under_both_names_in_any_order(engine_of):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    head, rest = ("lm_head.weight", model.lm_head.weight), list(model.named_parameters())
+    async with engine_of(model, enable_return_routed_experts=False) as engine:
+        for bucket_bytes in (64, 1 << 20):
+            await engine.begin_weight_update("1")
+            for bucket in pack_buckets([head, *rest], bucket_bytes):
+                await engine.update_weights(bucket)
+            await engine.commit_weight_update("1")
+        # In one bucket, too, they must agree.
+        await engine.begin_weight_update("2")
+        (bucket,) = pack_buckets([*rest, (head[0], head[1] + 1)], 1 << 20)
+        with pytest.raises(WeightUpdateError, match="tied"):
+            await engine.update_weights(bucket)
+        assert (await engine.info()).weight_version == "1"
+
+
+async def test_a_refusal_names_the_first_of_many_tensors(qwen3_moe, engine_of):
+    async with engine_of(qwen3_moe) as engine:
+        await engine.begin_weight_update("1")
+        (bucket,) = pack_buckets([(f"w{i:03}", torch.ones(1)) for i in range(500)], 1 << 20)
+        with pytest.raises(WeightUpdateError, match=r"'w019' is no weight of the model and 480 more$"):
+            await engine.update_weights(bucket)
+
+
 async def test_dropped_weights_refuse_to_generate_until_a_commit(
     qwen3_moe, engine_of, prompt, request_of, check_against
 ):

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from radix_rl.engines.embedded.attention import ATTENTION_NAME, register_attention
@@ -106,9 +105,11 @@ def load_checkpoint(path: Path, dtype: torch.dtype | None, **kwargs: Any) -> Pre
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype or "auto", local_files_only=True, output_loading_info=True, **kwargs
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:
+        # Every part of the folder may be anything, and so may what transformers raises at it.
+        reason = str(error) or type(error).__name__
         raise ConfigurationError(
-            f"model_path: transformers cannot load {str(path)!r} as a causal LM: {error}"
+            f"model_path: transformers cannot load {str(path)!r} as a causal LM: {reason}"
         ) from error
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):

@@ -31,6 +31,8 @@ class WeightUpdater:
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
         self._pending: str | None = None
         self._staged: dict[str, torch.Tensor] = {}
+        """By the name that owns the tensor."""
+        self._came: set[str] = set()
 
     @property
     def pending_version(self) -> str | None:
@@ -57,18 +59,19 @@ class WeightUpdater:
         """
         if self._pending is None:
             raise EngineStateError("update_weights needs an open update; call begin_weight_update first")
-        tensors = list(bucket.tensors())
-        problems = [
-            problem for name, tensor in tensors if (problem := self._problem(name, tensor)) is not None
-        ]
+        problems: list[str] = []
+        for name, tensor in bucket.tensors():
+            problem = self._problem(name, tensor)
+            if problem is not None:
+                problems.append(problem)
+            elif not problems:
+                self._stage(name, tensor)
         if problems:
             pending = self._pending
             self.abort()
             raise WeightUpdateError(
-                f"weight update {pending!r} refused, {self._in_force()}: " + "; ".join(problems)
+                f"weight update {pending!r} refused, {self._in_force()}: {_listed(problems, '; ')}"
             )
-        for name, tensor in tensors:
-            self._stage(name, tensor)
 
     def _problem(self, name: str, tensor: torch.Tensor) -> str | None:
         owner = self._owner.get(name)
@@ -86,16 +89,16 @@ class WeightUpdater:
             return f"{name!r}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}"
         if tensor.dtype != dtype and not (tensor.dtype.is_floating_point and dtype.is_floating_point):
             return f"{name!r}: expected dtype {dtype}, got {tensor.dtype}"
-        key = owner or name
-        if key not in self._staged:
-            return None
-        if owner == name or owner is None:
+        if name in self._came:
             return f"{name!r} comes twice"
-        if not torch.equal(self._staged[key], tensor.to(device, dtype)):
-            return f"{name!r} comes twice: it is tied to {owner!r}, but differs"
+        staged = self._staged.get(owner or name)
+        if staged is not None and not torch.equal(staged, tensor.to(device, dtype)):
+            tied = sorted(other for other in self._came if self._owner.get(other) == owner)
+            return f"{name!r} differs from {', '.join(map(repr, tied))}, to which it is tied"
         return None
 
     def _stage(self, name: str, tensor: torch.Tensor) -> None:
+        self._came.add(name)
         owner = self._owner.get(name)
         if owner is None:
             self._staged[name] = tensor.to(self._buffers[name].device, self._buffers[name].dtype, copy=True)
@@ -120,9 +123,8 @@ class WeightUpdater:
         pending = self._pending
         self.abort()
         if missing:
-            listed = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
             raise WeightUpdateError(
-                f"weight update {pending!r} refused, {self._in_force()}: missing {listed}"
+                f"weight update {pending!r} refused, {self._in_force()}: missing {_listed(missing, ', ')}"
             )
         raise WeightUpdateError(
             f"commit of version {version!r} refused, {self._in_force()}: the update was begun as {pending!r}"
@@ -135,13 +137,12 @@ class WeightUpdater:
                 self._buffers[name].copy_(staged)
             else:
                 self._model.get_parameter(name).data = staged
-        self._staged = {}
-        self._pending = None
+        self.abort()
         self.version = version
 
     def abort(self) -> None:
         """Drop an open update. Idempotent."""
-        self._staged = {}
+        self._staged, self._came = {}, set()
         self._pending = None
 
     def sleep(self) -> None:
@@ -161,3 +162,8 @@ class WeightUpdater:
         for name, (shape, dtype, device) in self._shapes.items():
             self._model.get_parameter(name).data = torch.zeros(shape, dtype=dtype, device=device)
         self.awake = True
+
+
+def _listed(parts: list[str], separator: str) -> str:
+    """The first 20: a model has thousands of tensors."""
+    return separator.join(parts[:20]) + (f" and {len(parts) - 20} more" if len(parts) > 20 else "")
