@@ -17,8 +17,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """The inverse. Raises ValueError for a name that torch does not have."""
+    """The inverse. Raises ValueError for a name that torch does not have, and for one whose elements it
+    cannot cast."""
     dtype = getattr(torch, name, None)
+    if dtype == torch.float4_e2m1fn_x2:
+        raise ValueError(
+            f"tensor dtype {name!r} packs two numbers into an element and cannot be cast; send them unpacked"
+        )
     if not isinstance(dtype, torch.dtype):
         raise ValueError(
             f"unknown tensor dtype {name!r}; expected a torch name such as 'bfloat16' or 'float32'"
@@ -38,7 +43,8 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class WeightBucket(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Tensors in `specs` order, each at its byte offset of `buffer` ([bytes] uint8).
 
-    Raises ValueError at construction if a spec does not lie in the buffer or disagrees with its own shape.
+    Raises ValueError at construction if a spec does not lie in the buffer, disagrees with its own shape or
+    is none of a tensor.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -70,6 +76,13 @@ class WeightBucket(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                     f"the buffer of {self.buffer.numel()} bytes or are not aligned to {item_bytes}"
                 )
             previous_end = spec.end_byte
+        try:
+            # Sizes that overflow and dtypes without plain elements show only here.
+            for _ in self.tensors():
+                pass
+        except (RuntimeError, TypeError, OverflowError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"weight bucket: a tensor cannot be viewed: {reason}") from error
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Views into `buffer`, with name."""
