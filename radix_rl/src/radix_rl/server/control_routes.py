@@ -81,10 +81,11 @@ async def flush_cache(request: Request) -> Response:
 async def release_memory_occupation(request: Request) -> Response:
     body = await read_body(request, MemoryBody)
     state, tags = state_of(request), body.tags or ALL_TAGS
+    version = (await state.engine.info()).weight_version
     await state.engine.sleep(tags)
     if "weights" in tags:
         # Dropping the weights drops an update of them.
-        state.update.dropped()
+        state.update.dropped(version)
     return json_response(None)
 
 

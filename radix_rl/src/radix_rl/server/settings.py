@@ -15,7 +15,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: str = "cpu"
     """The engine's, where weights that come over nccl are received."""
     weight_update_timeout_s: float = 300.0
-    """How long joining a process group, and one broadcast in it, may take."""
+    """How long joining a process group, one broadcast in it, and the body with a bucket, may take."""
     api_key: str | None = None
     admin_api_key: str | None = None
     """Keys are compared in constant time and never printed or returned."""

@@ -5,15 +5,20 @@ from collections.abc import Sequence
 
 import torch
 
-from radix_rl.errors import ConfigurationError, RequestError
+from radix_rl.errors import ConfigurationError, RequestError, WeightUpdateError
 from radix_rl.weights.bucket import WeightBucket
 from radix_rl.weights.own_thread import in_own_thread
 from radix_rl.weights.update_group import UpdateGroup, group_device
 
+_MAX_WORLD_SIZE = 2**31 - 1
+
+_GRACE_S = 2.0
+"""What torch itself says of a meeting that failed in time is waited for this long."""
+
 
 class UpdateGroups:
     """By name. Joining and receiving happen on threads of their own, so that the event loop and the engine go
-    on; each ends after `timeout_s` at the latest."""
+    on; each ends soon after `timeout_s` at the latest."""
 
     def __init__(self, device: str, timeout_s: float) -> None:
         """`device`: the engine's, where nccl receives."""
@@ -36,6 +41,8 @@ class UpdateGroups:
                 f"group_name: this server is in a group {name!r} already; call "
                 "/destroy_weights_update_group first, or use another name"
             )
+        if world_size > _MAX_WORLD_SIZE:
+            raise RequestError(f"world_size: expected at most {_MAX_WORLD_SIZE}, got {world_size}")
         if not 0 < rank < world_size:
             raise RequestError(
                 f"rank_offset: expected 1 to world_size - 1 = {world_size - 1} (rank 0 is the trainer's), "
@@ -62,7 +69,14 @@ class UpdateGroups:
 
         self._joining.add(name)
         try:
-            self._groups[name] = await in_own_thread(join)
+            # torch waits without end for a master that takes the connection and never answers.
+            async with asyncio.timeout(self._timeout_s + _GRACE_S):
+                self._groups[name] = await in_own_thread(join)
+        except TimeoutError as error:
+            raise WeightUpdateError(
+                f"group {name!r}: rank {rank} of {world_size} could not meet the others at {address}:{port} "
+                f"within {self._timeout_s:g} s: whoever is there gave no answer; is it the trainer's address?"
+            ) from error
         finally:
             self._joining.discard(name)
 

@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radix_rl.errors import ConfigurationError, EngineStateError, RequestError, WeightUpdateError
+from radix_rl.errors import ConfigurationError, RequestError, WeightUpdateError
 from radix_rl.server.body import read_body
 from radix_rl.server.errors import json_response
 from radix_rl.server.state import ServerState, state_of
@@ -65,13 +65,26 @@ async def update_weights_from_tensor(request: Request) -> Response:
         return await _from_json(request, state)
     async with state.update.receiving:
         state.update.check_open()
-        data = await request.body()
+        number = state.update.number
+        data = await _body_in_time(request, state)
         try:
             bucket = await asyncio.to_thread(decode_bucket, data)
         except ValueError as error:
             raise RequestError(str(error)) from error
-        await state.update.add(bucket)
+        await state.update.add(bucket, number)
     return _success(f"{len(bucket.specs)} tensors received")
+
+
+async def _body_in_time(request: Request, state: ServerState) -> bytes:
+    """A sender whose machine vanished says nothing any more: it must not keep others from sending theirs."""
+    try:
+        async with asyncio.timeout(state.settings.weight_update_timeout_s):
+            return await request.body()
+    except TimeoutError as error:
+        raise WeightUpdateError(
+            f"the tensors did not arrive within {state.settings.weight_update_timeout_s:g} s "
+            "(--weight-update-timeout-seconds)"
+        ) from error
 
 
 async def _from_json(request: Request, state: ServerState) -> Response:
@@ -132,7 +145,8 @@ async def update_weights_from_distributed(request: Request) -> Response:
         try:
             await state.groups.receive(body.group_name, bucket, packed=packed)
         except WeightUpdateError as error:
-            await state.update.abort()
+            if number is not None:
+                await state.update.abort(number)
             version = (await state.engine.info()).weight_version
             in_force = f"version {version!r} stays in force" if version else "no weights are in force"
             raise WeightUpdateError(f"{error}; the update is dropped, {in_force}") from error
@@ -142,18 +156,17 @@ async def update_weights_from_distributed(request: Request) -> Response:
 async def _take(state: ServerState, bucket: WeightBucket, body: TensorsBody, number: int | None) -> Response:
     """Give tensors to the update that was open when they began to come, or make them one."""
     update = state.update
-    if update.number != number:
-        raise EngineStateError("the weight update was dropped, or another begun, while its tensors came")
-    if update.is_open:
-        update.name(body.weight_version)
-        if body.abort_all_requests:
-            await state.engine.abort()
-        await update.add(bucket)
-    else:
+    if number is None:
         async with update.at_once(
             body.weight_version, abort_requests=body.abort_all_requests, keep_pause=False
-        ):
-            await update.add(bucket)
+        ) as number:
+            await update.add(bucket, number)
+    else:
+        if update.number == number:
+            update.name(body.weight_version)
+            if body.abort_all_requests:
+                await state.engine.abort()
+        await update.add(bucket, number)
     return _success(f"{len(bucket.specs)} tensors received")
 
 
@@ -186,20 +199,19 @@ async def update_weights_from_disk(request: Request) -> Response:
         raise RequestError(
             f"load_format: expected auto or safetensors and no manifest, got {body.load_format!r}"
         )
-    if not (Path(body.model_path) / "config.json").is_file():
-        raise RequestError(f"model_path: expected a folder with a config.json, got {body.model_path!r}")
+    _check_folder(body.model_path)
     update = state.update
     async with update.receiving:
-        if update.is_open:
+        if (number := update.number) is not None:
             update.name(body.weight_version)
-            await _add_all(state, await asyncio.to_thread(_read_checkpoint, body.model_path))
+            await _add_all(state, await asyncio.to_thread(_read_checkpoint, body.model_path), number)
             return _success(f"tensors of {body.model_path} received", num_paused_requests=0)
         buckets = await asyncio.to_thread(_read_checkpoint, body.model_path)
         version = body.weight_version or body.model_path
         async with update.at_once(
             version, abort_requests=body.abort_all_requests, keep_pause=body.keep_pause
-        ):
-            await _add_all(state, buckets)
+        ) as number:
+            await _add_all(state, buckets, number)
     return _success(f"version {version} loaded from {body.model_path}", num_paused_requests=0)
 
 
@@ -208,6 +220,8 @@ async def update_weight_version(request: Request) -> Response:
     """Rename the weights in force."""
     body = await read_body(request, VersionBody)
     state = state_of(request)
+    if not body.new_version:
+        raise RequestError("new_version: expected a name, got an empty one")
     state.update.check_closed()
     if body.abort_all_requests:
         await state.engine.abort()
@@ -215,9 +229,18 @@ async def update_weight_version(request: Request) -> Response:
     return _success(f"Weight version updated to {body.new_version}", new_version=body.new_version)
 
 
-async def _add_all(state: ServerState, buckets: Iterator[WeightBucket]) -> None:
+async def _add_all(state: ServerState, buckets: Iterator[WeightBucket], number: int) -> None:
     while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
-        await state.update.add(bucket)
+        await state.update.add(bucket, number)
+
+
+def _check_folder(path: str) -> None:
+    try:
+        if (Path(path) / "config.json").is_file():
+            return
+    except OSError as error:
+        raise RequestError(f"model_path: cannot be looked at: {error.strerror}") from error
+    raise RequestError(f"model_path: expected a folder with a config.json, got {path!r}")
 
 
 def _read_checkpoint(path: str) -> Iterator[WeightBucket]:
