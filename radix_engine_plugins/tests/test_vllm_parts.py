@@ -71,6 +71,15 @@ def test_chunks_join_to_int32_rows_with_minus_one_where_no_layer_routes() -> Non
     assert stash.sampling_mask_lengths is None
 
 
+def test_ids_above_a_byte_come_out_as_the_same_int32_rows() -> None:
+    chunks = [rows(7).astype(np.uint16), np.array([[[0, 0], [300, 511]]], np.uint16)]
+    taken = TakenOutputs(num_tokens=3, num_output_tokens=1, start_row=0, rows=chunks)
+    stash, _ = taken.to_stash(routing_layers=[1], sampling_mask=False)
+    assert stash.routed_experts is not None
+    assert stash.routed_experts.dtype == np.int32
+    assert stash.routed_experts.tolist() == [[[-1, -1], [7, 200]], [[-1, -1], [300, 511]]]
+
+
 def test_zero_rows_keep_their_shape() -> None:
     taken = TakenOutputs(num_tokens=4, num_output_tokens=1, start_row=3, rows=[rows(1)[:0]])
     stash, _ = taken.to_stash(routing_layers=[0, 1], sampling_mask=False)

@@ -11,6 +11,9 @@ import openai
 import pytest
 import torch
 
+from radix_rl.weights.bucket import pack_buckets
+from radix_rl.weights.wire import CONTENT_TYPE, encode_bucket
+
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
@@ -173,3 +176,37 @@ def test_log_probabilities_that_are_not_finite_are_the_floor_in_valid_json(run_e
     if mode == "support":
         assert meta["output_token_sampling_logprobs"] == [[-9999.0]] * 3
     assert "radix_rl_engine_non_finite_logprobs 3.0" in metrics
+
+
+def test_all_memory_is_released_and_comes_back_in_two_stages_around_new_weights(run_embedded):
+    with run_embedded(prefix_cache_tokens=512) as server:
+        client = server.client
+
+        def post(path, **body):
+            return client.post(path, json=body).status_code
+
+        # What was never released is there already.
+        assert post("/resume_memory_occupation", tags=["weights"]) == 200
+        before = _greedy(server, max_new_tokens=6)
+        model = server.engine._core_now().runner.model
+        weights = [(name, p.detach().clone()) for name, p in model.named_parameters()]
+        assert post("/release_memory_occupation") == 200
+        assert post("/release_memory_occupation", tags=["kv_cache"]) == 200
+        assert post("/resume_memory_occupation", tags=["kv_cache"]) == 409
+        assert post("/begin_weight_update", weight_version="1") == 409
+        assert post("/resume_memory_occupation", tags=["weights"]) == 200
+        assert server.generate(text="a").status_code == 409
+        assert post("/begin_weight_update", weight_version="1") == 200
+        for bucket in pack_buckets(weights, 1 << 14):
+            headers = {"content-type": CONTENT_TYPE}
+            sent = client.post("/update_weights_from_tensor", content=encode_bucket(bucket), headers=headers)
+            assert sent.status_code == 200
+        assert post("/end_weight_update") == 200
+        assert server.generate(text="a").status_code == 409
+        assert post("/resume_memory_occupation", tags=["kv_cache"]) == 200
+        after = _greedy(server, max_new_tokens=6)
+
+    assert after["output_ids"] == before["output_ids"]
+    assert after["meta_info"]["routed_experts"] == before["meta_info"]["routed_experts"]
+    assert after["meta_info"]["cached_tokens"] == 0
+    assert (before["meta_info"]["weight_version"], after["meta_info"]["weight_version"]) == ("0", "1")

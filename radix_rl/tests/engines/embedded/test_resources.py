@@ -9,7 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
 from radix_rl.engines.embedded.engine import EmbeddedEngine
@@ -59,27 +66,70 @@ async def test_sleep_gives_the_process_s_memory_back_and_two_stages_take_it_agai
         assert weight_bytes > 120 * MB
         assert cache_bytes > 90 * MB
         full = resident_bytes()
-        # The second time blocks come from where the first update's were freed.
-        for version in ("1", "2"):
-            await engine.sleep(["kv_cache"])
-            assert full - resident_bytes() > 0.9 * cache_bytes
-            await engine.sleep(["weights"])
-            assert full - resident_bytes() > 0.9 * (cache_bytes + weight_bytes)
-            await engine.wake(["weights"])
-            await engine.begin_weight_update(version)
-            for bucket in buckets:
-                await engine.update_weights(bucket)
-            await engine.commit_weight_update(version)
-            # The weights are back, and once, not twice; the cache is not.
-            assert abs(full - resident_bytes() - cache_bytes) < 0.25 * weight_bytes
-            await engine.wake(["kv_cache"])
-            after = await engine.generate(request)
-            [tensor.zero() for tensor in core.runner.cache.tensors]
-            [pool.fill_(0.0) for pool in core.prefixes._pools]
+        await engine.sleep(["kv_cache"])
+        assert full - resident_bytes() > 0.9 * cache_bytes
+        await engine.sleep(["weights"])
+        assert full - resident_bytes() > 0.9 * (cache_bytes + weight_bytes)
+        await engine.wake(["weights"])
+        await engine.begin_weight_update("1")
+        for bucket in buckets:
+            await engine.update_weights(bucket)
+        await engine.commit_weight_update("1")
+        # The weights are back, and once, not twice; the cache is not.
+        assert abs(full - resident_bytes() - cache_bytes) < 0.25 * weight_bytes
+        await engine.wake(["kv_cache"])
+        after = await engine.generate(request)
     finally:
         await engine.close()
     assert after.output_ids == before.output_ids
     assert after.output_logprobs == before.output_logprobs
+
+
+async def test_buffers_that_no_update_brings_survive_sleep(prompt, request_of, engine_of, check_against):
+    """In them DeepSeek-V3 keeps the bias of its routing, and every model its rotary frequencies."""
+    config = DeepseekV3Config(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=0,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(config).eval()
+    biases = [buffer for name, buffer in model.named_buffers() if "correction_bias" in name]
+    assert len(biases) == 2
+    for bias in biases:
+        # Large enough to send every token to experts 6 and 7.
+        bias.copy_(torch.arange(8.0))
+    request = request_of("a", prompt(20, 1), max_new_tokens=8, temperature=0.0, return_routed_experts=True)
+    async with engine_of(model) as engine:
+        before = await engine.generate(request)
+        await engine.sleep()
+        await engine.wake(["weights"])
+        await engine.begin_weight_update("1")
+        for bucket in pack_buckets(model.named_parameters(), MB):
+            await engine.update_weights(bucket)
+        await engine.commit_weight_update("1")
+        await engine.wake(["kv_cache"])
+        after = await engine.generate(request)
+    assert before.outputs.routed_experts.min() >= 6
+    check_against(model, request, after)
+    assert after.output_ids == before.output_ids
 
 
 @pytest.fixture
