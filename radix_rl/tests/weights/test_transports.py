@@ -1,6 +1,8 @@
 """Every transport puts the same weights in force, bit for bit, and fails in time."""
 
 import asyncio
+import shutil
+import socket
 import time
 
 import httpx
@@ -72,6 +74,13 @@ async def serve(make_engine):
         await client.close()
         server.stop()
         await task
+
+
+@pytest.fixture
+def unused_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
 
 
 def broadcast(timeout_s=30.0):
@@ -213,6 +222,62 @@ async def test_an_update_that_fails_leaves_no_version_on_disk(serve, model, mode
         await synchronizer.sync(1, broken())
     assert list(tmp_path.iterdir()) == []
     assert engine.version == "0"
+
+
+async def test_a_server_that_refuses_a_version_on_disk_leaves_none_there(serve, model, model_path, tmp_path):
+    client, engine, _ = await serve()
+    synchronizer = WeightSynchronizer(
+        [client], DiskTransport(tmp_path, model_path), bucket_bytes=3_000,
+        checkpoint_names=CheckpointNames(model_path),
+    )  # fmt: skip
+    engine.fails_at, engine.failure = "update", WeightUpdateError("no such weight")
+
+    with pytest.raises(EngineError, match="no such weight"):
+        await synchronizer.sync(1, named_weights(model))
+
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_folder_that_takes_no_file_is_an_error_of_the_update(serve, model, model_path, tmp_path):
+    client, engine, _ = await serve()
+    transport = DiskTransport(tmp_path / "versions", model_path)
+    synchronizer = WeightSynchronizer(
+        [client], transport, bucket_bytes=3_000, checkpoint_names=CheckpointNames(model_path)
+    )
+
+    def losing_the_folder():
+        for named in named_weights(model):
+            shutil.rmtree(tmp_path / "versions", ignore_errors=True)
+            yield named
+
+    with pytest.raises(WeightUpdateError, match=r"weights\.directory: .*model-00001\.safetensors"):
+        await synchronizer.sync(1, losing_the_folder())
+    assert (engine.version, engine.paused) == ("0", False)
+
+
+async def test_after_an_update_that_failed_a_fixed_port_serves_again_and_no_group_is_left(
+    serve, model, unused_port
+):
+    client, engine, app = await serve()
+    transport = BroadcastTransport(
+        backend="gloo", host="127.0.0.1", port=unused_port, device=CPU, timeout_s=10
+    )
+    synchronizer = WeightSynchronizer([client], transport, bucket_bytes=3_000)
+
+    def broken():
+        yield next(named_weights(model))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await synchronizer.sync(1, broken())
+    (failed,) = app.state.server.groups.names()
+    await synchronizer.sync(2, named_weights(model))
+
+    (name,) = app.state.server.groups.names()
+    assert name != failed
+    assert engine.version == "2"
+    await synchronizer.close()
+    assert app.state.server.groups.names() == []
 
 
 def test_transports_to_servers_refuse_other_engines(make_engine, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from radix_rl.engines.http_client import HttpClient
-from radix_rl.errors import EngineError, EngineStateError, WeightUpdateError
+from radix_rl.errors import EngineError, EngineStateError, RequestError, WeightUpdateError
 from radix_rl.weights.bucket import TensorSpec
 from radix_rl.weights.wire import CONTENT_TYPE
 
@@ -40,7 +40,10 @@ class RemoteWeights:
 
     async def send_encoded(self, body: bytes) -> None:
         """One bucket of `encode_bucket`. Our server only."""
-        await self._http.post_bytes("/update_weights_from_tensor", body, CONTENT_TYPE)
+        try:
+            await self._http.post_bytes("/update_weights_from_tensor", body, CONTENT_TYPE)
+        except RequestError as error:
+            raise WeightUpdateError(str(error)) from error
 
     async def commit(self, version: str) -> None:
         if self.is_ours:
@@ -121,7 +124,10 @@ class RemoteWeights:
             await self._post("/end_weight_update", {})
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:
-        """SGLang answers some failures with status 200."""
-        answer = await self._http.post(path, body, admin=True)
+        """A refusal is a WeightUpdateError, also where SGLang answers it with status 200."""
+        try:
+            answer = await self._http.post(path, body, admin=True)
+        except RequestError as error:
+            raise WeightUpdateError(str(error)) from error
         if isinstance(answer, dict) and answer.get("success") is False:
             raise WeightUpdateError(f"{self._http.base_url}{path}: {answer.get('message')}")

@@ -44,6 +44,8 @@ class BroadcastTransport(WeightTransport):
         self._port = port
         self._timeout_s = timeout_s
         self._group: UpdateGroup | None = None
+        self._forsaken: set[str] = set()
+        """Groups that failed here; engines may still be members."""
 
     async def prepare(self, engines: Sequence[Engine]) -> None:
         remotes = _remotes(engines)
@@ -51,7 +53,7 @@ class BroadcastTransport(WeightTransport):
             name = self._group.name
             if all(await asyncio.gather(*(remote.weights.knows_group(name) for remote in remotes))):
                 return
-            await self._leave(remotes)
+        await self._leave(remotes)
         self._group = await self._meet(remotes)
 
     async def send(self, engines: Sequence[Engine], bucket: WeightBucket) -> int:
@@ -81,24 +83,34 @@ class BroadcastTransport(WeightTransport):
     async def abandon(self) -> None:
         group, self._group = self._group, None
         if group is not None:
+            self._forsaken.add(group.name)
             await in_own_thread(group.close)
 
     async def close(self, engines: Sequence[Engine]) -> None:
-        if self._group is not None:
-            await self._leave(_remotes(engines))
+        await self._leave(_remotes(engines))
 
     async def _leave(self, remotes: Sequence[RemoteEngine]) -> None:
-        """Members that have lost the group already say so; that is what was wanted."""
-        group, self._group = self._group, None
-        assert group is not None
-        calls = [remote.weights.leave_group(group.name) for remote in remotes]
+        """Every group that there was. Members that have lost one already say so; that is what was wanted."""
+        await self.abandon()
+        names, self._forsaken = self._forsaken, set()
+        calls = {
+            asyncio.ensure_future(remote.weights.leave_group(name)): name
+            for name in names
+            for remote in remotes
+        }
+        if not calls:
+            return
+        _, late = await asyncio.wait(calls, timeout=_GRACE_S)
+        for call in late:
+            call.cancel()
         for error in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(error, BaseException):
-                logger.debug("leaving group %s: %s", group.name, error)
-        await in_own_thread(group.close)
+                logger.debug("leaving a group of weight updates: %s", error)
 
     async def _meet(self, remotes: Sequence[RemoteEngine]) -> UpdateGroup:
         listener = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
+        # The group before leaves connections behind that still wait for their end.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((self._host, self._port))
         except OSError as error:
@@ -108,6 +120,7 @@ class BroadcastTransport(WeightTransport):
                 "give an address of this machine that the engines reach"
             ) from error
         name, port = f"radix-rl-{uuid.uuid4().hex[:12]}", listener.getsockname()[1]
+        self._forsaken.add(name)
         world_size = 1 + sum(remote.weights.num_ranks for remote in remotes)
         joins, rank = [], 1
         for remote in remotes:
@@ -141,6 +154,7 @@ class BroadcastTransport(WeightTransport):
                 [*joins, hosting], timeout=self._timeout_s + _GRACE_S, return_when=asyncio.FIRST_EXCEPTION
             )
             if all(task.done() and task.exception() is None for task in (*joins, hosting)):
+                self._forsaken.discard(name)
                 return hosting.result()
             raise _first_error(remotes, joins, hosting, self._timeout_s)
         finally:

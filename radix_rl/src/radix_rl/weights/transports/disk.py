@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from radix_rl.engines.base import Engine, WeightNames
@@ -56,7 +57,11 @@ class DiskTransport(WeightTransport):
                 )
             await engine.weights.load_checkpoint(path, version)
 
-        await on_all(engines, load)
+        try:
+            await on_all(engines, load)
+        except BaseException:
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
+            raise
         last, self._last = self._last, path
         if last is not None and last != path:
             await asyncio.to_thread(shutil.rmtree, last, ignore_errors=True)
@@ -80,7 +85,7 @@ class DiskTransport(WeightTransport):
         tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors()}
         try:
             save_file(tensors, self._writing / name, metadata={"format": "pt"})
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise WeightUpdateError(f"weights.directory: {self._writing / name}: {error}") from error
         self._weight_map |= dict.fromkeys(tensors, name)
         self._total_bytes += bucket.buffer.numel()
