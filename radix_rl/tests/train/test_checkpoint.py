@@ -59,3 +59,14 @@ def test_a_checkpoint_runs_no_code(checkpoints, make_config, make_model, monkeyp
     with pytest.raises(ConfigurationError, match=r"trainer\.pt holds no optimizer"):
         restore_worker(checkpoints / "step-10", PolicyWorker(make_config(), make_model()))
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("content", [{}, [1], None])
+def test_a_file_that_is_no_run_s_state_is_a_clear_error(content, checkpoints, make_config, make_model):
+    path = checkpoints / "step-10" / "trainer.pt"
+    if content is None:
+        path.touch()
+    else:
+        torch.save(content, path)
+    with pytest.raises(ConfigurationError, match=r"trainer\.pt holds no optimizer"):
+        restore_worker(checkpoints / "step-10", PolicyWorker(make_config(), make_model()))

@@ -87,7 +87,7 @@ def make_train_sample(
     """`replay`: the sample's part of `assemble_replay`'s answer.
 
     Checks what a rollout hands over. Raises TrainingError for log-probabilities that are absent, ReplayError
-    for a number of rows that is not the sample's.
+    for rows of another number, rank or dtype than the sample's.
     """
     if len(sample.rollout_logprobs) != len(sample.loss_mask):
         raise TrainingError(
@@ -95,12 +95,9 @@ def make_train_sample(
             "response "
             f"token, got {len(sample.rollout_logprobs)}"
         )
-    for field in PER_TOKEN_FIELDS:
-        if field in replay and len(replay[field]) != len(sample.tokens) - 1:
-            raise ReplayError(
-                f"sample {sample.name}: expected {len(sample.tokens) - 1} rows of {field} for "
-                f"{len(sample.tokens)} tokens, got {len(replay[field])}"
-            )
+    for field in (*PER_TOKEN_FIELDS, "sampling_mask_lengths", "sampling_mask_token_ids"):
+        if field in replay:
+            _check_array(sample, field, replay[field])
     return TrainSample(
         name=sample.name,
         tokens=np.asarray(sample.tokens, dtype=np.int64),
@@ -114,13 +111,28 @@ def make_train_sample(
     )
 
 
+def _check_array(sample: Sample, field: str, array: np.ndarray) -> None:
+    rank = 3 if field in PER_TOKEN_FIELDS else 1
+    # What does not fit int32 would name other experts, positions or tokens there.
+    if array.ndim != rank or array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int32):
+        raise ReplayError(
+            f"sample {sample.name}: expected {field} of {rank} dimension{'s' * (rank > 1)} and int32 or a "
+            f"narrower integer type, got {array.dtype} {array.shape}"
+        )
+    if field in PER_TOKEN_FIELDS and len(array) != len(sample.tokens) - 1:
+        raise ReplayError(
+            f"sample {sample.name}: expected {len(sample.tokens) - 1} rows of {field} for "
+            f"{len(sample.tokens)} tokens, got {len(array)}"
+        )
+
+
 def _sampling_mask(sample: Sample, replay: Mapping[str, np.ndarray]) -> SamplingMask | None:
     """Raises ReplayError unless each token that counts was sampled from a mask that holds it: without, its
     probability here would be that of another distribution, or none."""
     if "sampling_mask_lengths" not in replay:
         return None
     lengths, ids = replay["sampling_mask_lengths"], replay["sampling_mask_token_ids"]
-    if len(lengths) != len(sample.loss_mask) or int(lengths.sum()) != len(ids):
+    if len(lengths) != len(sample.loss_mask) or (lengths < 0).any() or int(lengths.sum()) != len(ids):
         raise ReplayError(
             f"sample {sample.name}: expected sampling masks of {len(sample.loss_mask)} response tokens, got "
             f"{len(lengths)} lengths that add up to {int(lengths.sum())}, and {len(ids)} ids"

@@ -122,9 +122,11 @@ def restore_worker(checkpoint: Path, worker: PolicyWorker) -> None:
     """
     path = checkpoint / "trainer.pt"
     try:
-        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        saved: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise ConfigurationError(f"{path} holds no optimizer and random state of a run: {error}") from error
+    if not isinstance(saved, dict) or not {"optimizer", "random"} <= saved.keys():
+        raise ConfigurationError(f"{path} holds no optimizer and random state of a run")
     set_optimizer_state_dict(worker.model, worker.optimizer, saved["optimizer"], options=_FULL)
     worker.optimizer_steps = read_state(checkpoint).optimizer_steps
     _set_random_state(saved["random"])
