@@ -163,7 +163,7 @@ async def test_a_server_that_never_receives_ends_the_update_in_time_and_the_next
 
     monkeypatch.setattr(app.state.server.groups, "receive", never)
     started = time.monotonic()
-    with pytest.raises(WeightUpdateError):
+    with pytest.raises(WeightUpdateError, match=rf"no answer from .*{second.base_url}"):
         await synchronizer.sync(2, named_weights(model))
     assert time.monotonic() - started < 20
     assert (one.version, two.version) == ("1", "1")

@@ -178,10 +178,13 @@ def _first_error(
     timeout_s: float,
 ) -> BaseException:
     """An engine's own words tell more than what the group's breaking looks like from here."""
-    for answer in (*answers, ours):
+    for answer in answers:
         if answer.done() and not answer.cancelled() and (error := answer.exception()) is not None:
             if isinstance(error, EngineError | ConfigurationError):
                 return error
             return WeightUpdateError(f"broadcast: {error}")
     late = [r.base_url for r, answer in zip(remotes, answers, strict=True) if not answer.done()]
+    if ours.done() and not ours.cancelled() and (error := ours.exception()) is not None:
+        waiting = f"; no answer from {', '.join(late)}" if late else ""
+        return WeightUpdateError(f"broadcast: {error}{waiting}")
     return WeightUpdateError(f"broadcast: no answer within {timeout_s:g} s from {', '.join(late) or 'all'}")
