@@ -115,7 +115,8 @@ def serve(
     weight_update_timeout_seconds: Annotated[
         float,
         typer.Option(
-            help="How long joining a trainer's process group, and one broadcast in it, may take.",
+            help="How long joining a trainer's process group, one broadcast in it, and the body with a "
+            "bucket, may take.",
             rich_help_panel=_MODEL,
         ),
     ] = 300.0,

@@ -128,8 +128,8 @@ async def destroy_weights_update_group(request: Request) -> Response:
 
 @router.post("/update_weights_from_distributed")
 async def update_weights_from_distributed(request: Request) -> Response:
-    """Receive what rank 0 broadcasts. Everything that can be refused is refused before the receiving begins,
-    so that the sender learns of it while it can still leave its own broadcast out."""
+    """Receive what rank 0 broadcasts. What no tensors can be is refused before the receiving begins, so that
+    the sender learns of it while it can still leave its own broadcast out; the engine looks at them after."""
     body = await read_body(request, FromDistributedBody)
     state = state_of(request)
     packed = body.load_format == "flattened_bucket"
