@@ -76,6 +76,6 @@ def test_keys_never_reach_what_server_info_tells():
     from radix_rl.cli.serve import _settings
     from radix_rl.engines.embedded.config import EmbeddedEngineConfig
 
-    settings = _settings(EmbeddedEngineConfig(model_path="/m"), "m", "secret-1", "secret-2")
+    settings = _settings(EmbeddedEngineConfig(model_path="/m"), "m", "secret-1", "secret-2", 300.0)
 
     assert "secret" not in str(settings.launch_arguments)

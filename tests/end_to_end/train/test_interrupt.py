@@ -34,13 +34,23 @@ num_threads = 1
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)
-def test_a_signal_ends_the_run_without_a_traceback_and_leaves_no_object(sent, model_path, tmp_path):
+def as_a_script_s_background_job():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize(
+    ("sent", "before"),
+    [(signal.SIGINT, None), (signal.SIGTERM, as_a_script_s_background_job)],
+    ids=["SIGINT", "SIGTERM"],
+)
+def test_a_signal_ends_the_run_without_a_traceback_and_leaves_no_object(sent, before, model_path, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(CONFIG.format(folder=tmp_path, model=model_path, prefix=PREFIX))
     metrics = tmp_path / "run/metrics.jsonl"
     with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen([*RADIX_RL, "train", str(path)], stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*RADIX_RL, "train", str(path)], stdout=output, stderr=subprocess.STDOUT, preexec_fn=before
+        )
     try:
         ends = time.monotonic() + 120
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):

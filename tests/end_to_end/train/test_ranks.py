@@ -29,7 +29,11 @@ def test_two_ranks_take_the_same_steps_as_one(make_config, environment, tmp_path
         if not name.startswith(("time/", "weights/")):
             assert abs(one[0][name] - two[0][name]) <= 1e-4 * max(1, abs(one[0][name])), name
     for (name, expected), found in zip(one_model.named_parameters(), two_model.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-4, msg=name)
+        difference = (found - expected).abs()
+        # Adam makes steps of one size of gradients of any: rounding of one near zero shows. Four steps move a
+        # weight by up to 4 * 3e-3.
+        assert difference.max() < 6e-4, name
+        assert difference.mean() < 1e-5, name
     assert two_model.config.architectures == ["Qwen3MoeForCausalLM"]
 
 

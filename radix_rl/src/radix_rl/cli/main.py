@@ -54,7 +54,9 @@ def train(
     from radix_rl.cli.train import run_training
     from radix_rl.config import load_config
 
-    # A scheduler's SIGTERM takes the run down as Ctrl-C does: what it stored is deleted.
+    # A scheduler's SIGTERM takes the run down as Ctrl-C does: what it stored is deleted. Scripts start their
+    # background jobs with SIGINT ignored, which would swallow both.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     run_training(load_config(config, overrides or []))
 
