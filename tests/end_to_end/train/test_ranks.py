@@ -1,7 +1,6 @@
 """Several ranks train like one."""
 
 import msgspec
-import torch
 from transformers import AutoModelForCausalLM
 
 from radix_rl.train.run import train
