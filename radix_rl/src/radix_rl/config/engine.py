@@ -21,6 +21,9 @@ class EmbeddedEngineConfig(Section):
     """Tokens that the preallocated key-value cache holds, over all running requests."""
     context_length: int | None = Field(default=None, ge=2)
     """Prompt plus output tokens of one request. Unset: the model's own."""
+    prefix_cache_tokens: int = Field(default=0, ge=0)
+    """Tokens of prompts and answers kept for requests that begin with them: the samples of one prompt, the
+    turns of a session. 0: none."""
 
 
 class RemoteEngineConfig(Section):

@@ -44,6 +44,7 @@ def _embedded(config: RunConfig, settings: EmbeddedEngineConfig, run_store: RunS
             max_running_requests=settings.max_running_requests,
             kv_cache_tokens=settings.kv_cache_tokens,
             context_length=settings.context_length,
+            prefix_cache_tokens=settings.prefix_cache_tokens,
             enable_return_routed_experts=config.train.replay_routed_experts,
             enable_return_indexer_topk=config.train.replay_indexer_topk,
             output_store=target,
