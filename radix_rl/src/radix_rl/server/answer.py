@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from radix_rl.server.generate_body import Item, Tokenizer
-from radix_rl.types import FinishReason, GenerateOutput, PartialOutput
+from radix_rl.types import FinishReason, GenerateOutput, PartialOutput, VersionSpan
 from radix_transfer_plugins import TokenOutputStash
 
 
@@ -52,6 +52,9 @@ def _counts(
     item: Item, output: GenerateOutput | PartialOutput, reason: dict[str, Any] | None
 ) -> dict[str, Any]:
     spans = output.version_spans
+    if not spans and isinstance(output, GenerateOutput) and output.weight_version is not None:
+        # An answer without tokens has a version all the same.
+        spans = (VersionSpan(start=0, end=0, version=output.weight_version),)
     return {
         "id": item.request.request_id,
         "finish_reason": reason,
@@ -64,16 +67,11 @@ def _counts(
         if output.cached_tokens
         else None,
         "dp_rank": None,
-        "weight_version": spans[-1].version if spans else _version(output),
+        "weight_version": spans[-1].version if spans else None,
         "weight_versions": [
             {"version": span.version, "start": span.start, "end": span.end} for span in spans
         ],
     }
-
-
-def _version(output: GenerateOutput | PartialOutput) -> str | None:
-    """Of an answer without tokens."""
-    return output.weight_version if isinstance(output, GenerateOutput) else None
 
 
 def _logprobs(item: Item, output: GenerateOutput | PartialOutput, tokenizer: Tokenizer) -> dict[str, Any]:
