@@ -78,7 +78,7 @@ async def test_sleep_gives_the_process_s_memory_back_and_two_stages_take_it_agai
         for bucket in buckets:
             await engine.update_weights(bucket)
         await engine.commit_weight_update("1")
-        # The weights are back, and once, not twice, whatever the allocator keeps of buckets; the cache is not.
+        # The weights are back, once and not twice, whatever the allocator keeps of buckets; the cache is not.
         assert abs(full - resident_bytes() - cache_bytes) < 0.5 * weight_bytes
         await engine.wake(["kv_cache"])
         after = await engine.generate(request)
