@@ -20,6 +20,7 @@ from radix_rl.train.losses import kl_to_reference, policy_loss
 from radix_rl.train.ranks import Ranks
 from radix_rl.train.replay.counts import ReplayCounts
 from radix_rl.train.replay.experts import RouterReplay
+from radix_rl.train.replay.hooked import HookedReplay
 from radix_rl.train.replay.indexers import IndexerReplay
 from radix_rl.train.schedule import learning_rate
 
@@ -68,7 +69,7 @@ class PolicyWorker:
         """Taken so far; the schedule depends on it."""
         self._device = torch.device(config.train.device)
         live_share = config.train.max_live_routed_share
-        self._replays: list[RouterReplay | IndexerReplay] = []
+        self._replays: list[HookedReplay] = []
         if config.train.replay_routed_experts:
             self._replays.append(RouterReplay(model, max_live_share=live_share))
         if config.train.replay_indexer_topk:

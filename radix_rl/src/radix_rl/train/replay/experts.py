@@ -1,107 +1,72 @@
-"""Routing replay: the forward pass of one microbatch uses the experts that the engine recorded.
+"""Routing replay: the forward pass of one microbatch uses the experts that the engine recorded."""
 
-Hooks sit on the live router modules while a microbatch is bound, and nowhere else: the plain path is the
-same model without hooks, and an exception leaves nothing behind.
-"""
-
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
-from radix_rl.errors import ReplayError, TrainingError
+from radix_rl.errors import ReplayError
 from radix_rl.train.batch import TrainBatch
 from radix_rl.train.replay.counts import ReplayCounts
-from radix_rl.train.replay.router_weights import RouterWeights, find_replay_routers
+from radix_rl.train.replay.hooked import Binding, HookedReplay
+from radix_rl.train.replay.router_weights import find_replay_routers
 
 RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Logits `[tokens, experts]`, weights `[tokens, k]`, experts `[tokens, k]`."""
 
 
-@dataclass
-class _Binding:
-    """One microbatch's experts by layer, and how often each router has asked for them."""
-
+@dataclass(kw_only=True)
+class _Experts(Binding):
     experts: dict[int, torch.Tensor]
-    """`[tokens, k]` int64; rows that route live are -1."""
+    """By layer: `[tokens, k]` int64; rows that route live are -1."""
     counted: torch.Tensor
     """`[tokens]` bool: replayed rows of real tokens."""
     has_live_rows: bool
-    calls: dict[int, int] = field(default_factory=dict)
-    disagreeing: list[torch.Tensor] = field(default_factory=list)
-    recomputing: bool = False
 
 
-class RouterReplay:
-    """Replays routed experts in one model. One thread; one microbatch is bound at a time."""
+class RouterReplay(HookedReplay[_Experts]):
+    """Replays routed experts."""
+
+    kind: ClassVar[str] = "router"
 
     def __init__(self, model: PreTrainedModel, *, max_live_share: float) -> None:
-        """`max_live_share`: the part of a microbatch's token rows that may lack recorded experts."""
         self._routers = find_replay_routers(model)
+        modules = {layer: router for layer, (router, _) in self._routers.items()}
+        super().__init__(modules, max_live_share=max_live_share)
         config = model.config.get_text_config(decoder=True)
         self._num_layers = int(config.num_hidden_layers)
-        self._max_live_share = max_live_share
-        self._bound: _Binding | None = None
 
-    @contextmanager
-    def microbatch(self, batch: TrainBatch, counts: ReplayCounts) -> Iterator["RouterReplay"]:
-        """Forward and backward pass of `batch` happen inside; call `forward_finished` between them.
+    def _disagreeing(self, number: int, output: RouterOutput, binding: _Experts) -> torch.Tensor:
+        recorded, live = self._matching(number, output, binding)
+        differs = (recorded.sort(dim=-1).values != live.sort(dim=-1).values).any(dim=-1)
+        return (differs & binding.counted).sum()
 
-        Counts are added when the block ends without an error. Raises ReplayError for rows that do not fit
-        the model.
-        """
-        if self._bound is not None:
-            raise TrainingError("a microbatch is bound already; its forward and backward pass must end first")
-        binding = self._bind(batch, counts)
-        self._bound = binding
-        handles = [
-            router.register_forward_hook(self._hook(layer, family))
-            for layer, (router, family) in self._routers.items()
-        ]
-        try:
-            yield self
-            counts.disagreeing += int(sum(int(count) for count in binding.disagreeing))
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._bound = None
+    def _replayed(
+        self, number: int, module: torch.nn.Module, output: RouterOutput, binding: _Experts
+    ) -> RouterOutput:
+        logits, weights, _ = output
+        recorded, live = self._matching(number, output, binding)
+        chosen = torch.where(recorded >= 0, recorded, live) if binding.has_live_rows else recorded
+        family = self._routers[number][1]
+        return logits, family.weights(module, logits, chosen).to(weights.dtype), chosen
 
-    def forward_finished(self) -> None:
-        """Raises ReplayError unless every router was called once. From here on calls are recomputation."""
-        assert self._bound is not None
-        wrong = {layer: calls for layer in self._routers if (calls := self._bound.calls.get(layer, 0)) != 1}
-        if wrong:
+    def _matching(
+        self, layer: int, output: RouterOutput, binding: _Experts
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Recorded and live experts, of one shape."""
+        recorded, live = binding.experts[layer], output[2]
+        if recorded.shape != live.shape:
             raise ReplayError(
-                f"replay expected one call of each router in a forward pass, got {wrong} (layer: calls); the "
-                "model shares, "
-                "skips or repeats routers, which replay does not support"
+                f"layer {layer}: expected {tuple(live.shape)} recorded experts (tokens, experts a token), "
+                f"got {tuple(recorded.shape)}"
             )
-        self._bound.recomputing = True
+        return recorded, live
 
-    def _hook(self, layer: int, family: RouterWeights) -> Callable[..., RouterOutput]:
-        def hook(router: torch.nn.Module, _args: object, output: RouterOutput) -> RouterOutput:
-            logits, weights, live = output
-            binding = self._bound
-            assert binding is not None
-            recorded = binding.experts[layer]
-            if recorded.shape != live.shape:
-                raise ReplayError(
-                    f"layer {layer}: expected {tuple(live.shape)} recorded experts (tokens, experts a "
-                    "token), "
-                    f"got {tuple(recorded.shape)}"
-                )
-            if not binding.recomputing:
-                binding.calls[layer] = binding.calls.get(layer, 0) + 1
-                differs = (recorded.sort(dim=-1).values != live.sort(dim=-1).values).any(dim=-1)
-                binding.disagreeing.append((differs & binding.counted).sum())
-            chosen = torch.where(recorded >= 0, recorded, live) if binding.has_live_rows else recorded
-            return logits, family.weights(router, logits, chosen).to(weights.dtype), chosen
+    def _add_disagreeing(self, counts: ReplayCounts, number: int) -> None:
+        counts.disagreeing += number
 
-        return hook
-
-    def _bind(self, batch: TrainBatch, counts: ReplayCounts) -> _Binding:
+    def _bind(self, batch: TrainBatch, counts: ReplayCounts) -> _Experts:
         rows_btlk = batch.routed_experts_btlk
         if rows_btlk is None:
             raise ReplayError(
@@ -123,11 +88,7 @@ class RouterReplay:
         present_bt = present_btl[:, :, 0]
         live = needed_bt & ~present_bt
         num_needed, num_live = int(needed_bt.sum()), int(live.sum())
-        if num_live > self._max_live_share * num_needed:
-            raise ReplayError(
-                f"{num_live} of {num_needed} token rows have no recorded experts, more than the share "
-                f"{self._max_live_share} that train.max_live_routed_share allows"
-            )
+        self._check_live_share(num_live, num_needed, "experts")
         counted = (needed_bt & present_bt).flatten()
         counts.rows += num_needed
         counts.live_rows += num_live
@@ -137,7 +98,7 @@ class RouterReplay:
             layer: _spread(rows_btlk[:, :, layer].flatten(0, 1).long(), unused, int(router.num_experts))
             for layer, (router, _) in self._routers.items()
         }
-        return _Binding(experts=experts, counted=counted, has_live_rows=num_live > 0)
+        return _Experts(experts=experts, counted=counted, has_live_rows=num_live > 0)
 
     def _check_layers(self, rows_btlk: torch.Tensor) -> None:
         num_layers, top_k = rows_btlk.shape[2:]
