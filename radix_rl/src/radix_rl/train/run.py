@@ -19,6 +19,7 @@ from radix_rl.rollout.environments.base import Environment
 from radix_rl.rollout.environments.factory import create_environment
 from radix_rl.rollout.generation import RolloutGenerator
 from radix_rl.train.checkpoint import RunState, find_checkpoint, read_state
+from radix_rl.train.interrupt import run_until_interrupted
 from radix_rl.train.loop import Log, RunParts, Trainer, run_steps
 from radix_rl.train.rank import build_rank
 from radix_rl.weights.checkpoint_names import CheckpointNames
@@ -39,9 +40,10 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def train(config: RunConfig, log: Log, environment: Environment | None = None) -> RunOutcome:
     """A whole run. `log` gets each step's metrics; `environment` takes the place of the configured one.
 
-    Raises RadixError and OutputStoreError; whatever is raised, everything that was started has ended by then.
+    Raises RadixError, OutputStoreError and, after a SIGINT, KeyboardInterrupt; whatever is raised, everything
+    that was started has ended by then.
     """
-    return asyncio.run(train_async(config, log, environment))
+    return run_until_interrupted(train_async(config, log, environment))
 
 
 async def train_async(config: RunConfig, log: Log, environment: Environment | None = None) -> RunOutcome:
