@@ -1,15 +1,17 @@
 """Distributions, supports and penalties, computed by hand or from the model's own logits."""
 
 import asyncio
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from radix_rl.engines.embedded.noise import negative_exponential, row_keys
+from radix_rl.engines.embedded import sampling_batch
 from radix_rl.engines.embedded.sampler import Sampler
 from radix_rl.engines.embedded.sampling_batch import SamplingBatch
 from radix_rl.engines.embedded.sequence import Sequence
+from radix_rl.engines.embedded.uniform import uniform
 
 PROBS = [0.4, 0.3, 0.2, 0.1]
 
@@ -31,7 +33,7 @@ def sample(request_of):
         ]
         batch = SamplingBatch(sequences, len(probs), torch.device("cpu"))
         logits = torch.tensor(probs).log().repeat(len(sequences), 1)
-        return Sampler(len(probs), torch.device("cpu")).sample(logits, batch)
+        return Sampler().sample(logits, batch)
 
     return run
 
@@ -115,27 +117,41 @@ def test_end_tokens_wait_for_the_minimum_length(sample):
     assert 0 in sample(PROBS, seeds=range(200), min_new_tokens=1, max_new_tokens=4, output_ids=(1,)).tokens
 
 
-def test_noise_is_exponential_and_a_function_of_its_key_and_token():
-    keys = row_keys(np.arange(500, dtype=np.uint64), np.zeros(500, np.uint64))
-    ids = torch.arange(400, dtype=torch.int32)[None]
-    noise = -negative_exponential(keys, ids)
-    assert (noise > 0).all()
-    assert noise.mean().item() == pytest.approx(1.0, abs=0.01)
-    assert noise.var().item() == pytest.approx(1.0, abs=0.03)
-    # The fourth moment feels the tail, 4! = 24.
-    assert (noise**4).mean().item() == pytest.approx(24.0, abs=3.0)
-    assert torch.equal(negative_exponential(keys[7:8], ids[:, 30:40]), -noise[7:8, 30:40])
-
-
-def test_noise_of_different_tokens_seeds_and_positions_is_uncorrelated():
-    seeds, positions = np.divmod(np.arange(128 * 128, dtype=np.uint64), np.uint64(128))
-    ids = torch.arange(64, dtype=torch.int32)[None]
-    noise = negative_exponential(row_keys(seeds, positions), ids).view(128, 128, 64).numpy()
-    for axis in range(3):
+def test_uniforms_are_uniform_and_depend_on_seed_and_position_alone():
+    seeds, positions = np.divmod(np.arange(512 * 512, dtype=np.uint64), np.uint64(512))
+    drawn = uniform(seeds, positions)
+    assert ((drawn > 0) & (drawn < 1)).all()
+    # 2621 are expected in each hundredth, with a standard deviation of 51.
+    assert np.abs(np.histogram(drawn, 100, (0, 1))[0] - 2621).max() < 260
+    assert uniform(seeds[700:701], positions[700:701]) == drawn[700]
+    table = drawn.reshape(512, 512)
+    for axis in range(2):
         for distance in (1, 2, 32):
-            first, second = np.moveaxis(noise, axis, 0)[:-distance], np.moveaxis(noise, axis, 0)[distance:]
-            # A million pairs: their correlation has a standard deviation of 0.001.
-            assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.006
+            first, second = np.moveaxis(table, axis, 0)[:-distance], np.moveaxis(table, axis, 0)[distance:]
+            # A quarter of a million pairs: their correlation has a standard deviation of 0.002.
+            assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.012
+
+
+def constant(share, seeds, positions):
+    return np.full(np.broadcast_shapes(seeds.shape, positions.shape), share)
+
+
+def test_no_share_reaches_a_token_without_probability(monkeypatch, sample):
+    probs = [0.0, 0.7, 0.0, 0.3, 0.0]
+    for share, token in ((2.0**-53, 1), (0.5, 1), (0.9, 3), (1 - 2.0**-53, 3)):
+        monkeypatch.setattr(sampling_batch, "uniform", partial(constant, share))
+        assert sample(probs).tokens == [token]
+        assert sample(probs, top_k=4).tokens == [token]
+
+
+def test_every_token_of_a_large_vocabulary_has_its_chance(monkeypatch, sample):
+    size = 200_000
+    probs = [0.5, *[0.5 / (size - 1)] * (size - 1)]
+    for token in (1, 1234, size // 2, size - 1):
+        share = 0.5 + 0.5 * (token - 0.5) / (size - 1)
+        monkeypatch.setattr(sampling_batch, "uniform", partial(constant, share))
+        # Rounding the probabilities to float32 shifts where each begins.
+        assert abs(sample(probs).tokens[0] - token) <= 2
 
 
 def test_a_rare_token_is_drawn_as_often_as_its_probability_says(sample):

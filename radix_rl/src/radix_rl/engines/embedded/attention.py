@@ -40,17 +40,15 @@ def slot_mask(
         return None
     positions = step.positions
     queries = positions[:, None, :, None]
-    keys = torch.arange(step.key_length, device=positions.device)[None, None, None, :]
+    keys = torch.arange(step.key_length, device=positions.device)
     if mask_function is causal_mask_function:
         visible = keys <= queries
     else:
         batch = torch.arange(step.num_slots, device=positions.device)[:, None, None, None]
         head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=positions.device)
-        visible = mask_function(batch, head, queries, keys)
+        visible = mask_function(batch, head, queries, keys[None, None, None])
     dtype = kwargs.get("dtype") or torch.float32
-    return torch.zeros(visible.shape, dtype=dtype, device=positions.device).masked_fill_(
-        ~visible, float("-inf")
-    )
+    return torch.where(visible, torch.zeros((), dtype=dtype), torch.full((), float("-inf"), dtype=dtype))
 
 
 def slot_attention(

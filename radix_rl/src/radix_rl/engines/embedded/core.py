@@ -45,7 +45,7 @@ class EngineCore:
         self.runner = runner
         self.weights = WeightUpdater(runner.model, weight_version)
         self._products = products
-        self.sampler = Sampler(runner.vocab_size, runner.device)
+        self.sampler = Sampler()
         self.paused: PauseMode | None = None
         self.waiting: deque[Sequence] = deque()
         self.slots = SlotTable(runner.cache, max_running_requests)

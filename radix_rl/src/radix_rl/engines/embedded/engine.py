@@ -15,10 +15,10 @@ from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, Memory
 from radix_rl.engines.embedded.build import build_core, build_writer, describe_model
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
 from radix_rl.engines.embedded.core import EngineCore
-from radix_rl.engines.embedded.noise import row_keys
 from radix_rl.engines.embedded.outputs import build_output
 from radix_rl.engines.embedded.sequence import Sequence
 from radix_rl.engines.embedded.stats import EngineStats
+from radix_rl.engines.embedded.uniform import row_keys
 from radix_rl.engines.embedded.validation import RequestLimits
 from radix_rl.engines.embedded.worker import Worker
 from radix_rl.errors import ConfigurationError, EngineDeadError, EngineStateError

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from radix_rl.engines.embedded.experts import sorted_experts_forward
 
 EXPERTS_NAME = "radix_float32_products"
 _ATTRIBUTE = "_radix_float32_experts"
@@ -68,7 +70,7 @@ class _Float32Linear:
 
 
 class _Float32Experts:
-    """An experts module as transformers' grouped product sees it, with float32 weights."""
+    """An experts module as `sorted_experts_forward` sees it, with float32 weights."""
 
     def __init__(self, experts: torch.nn.Module) -> None:
         self._experts = experts
@@ -84,4 +86,4 @@ def _experts_forward(
 ) -> torch.Tensor:
     # A model that only shares its configuration with the engine's has no copies and multiplies as it is.
     experts = getattr(self, _ATTRIBUTE, None) or self
-    return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+    return sorted_experts_forward(experts, hidden_states, top_k_index, top_k_weights)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from radix_engine_plugins.logprobs import floored
-from radix_rl.engines.embedded.noise import negative_exponential, row_keys
 from radix_rl.engines.embedded.sampling_batch import SamplingBatch
 from radix_rl.types import LOGPROB_FLOOR
 
@@ -40,26 +39,25 @@ class Sampled:
 
 
 class Sampler:
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._all_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)[None]
+    def __init__(self) -> None:
         self.num_non_finite = 0
         """Log-probabilities that were replaced by the floor, since the start."""
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         """`logits` `[rows, vocab]`, any float dtype; may be overwritten."""
         scores = self._transform(logits.float(), batch)
-        keys = row_keys(batch.seeds, batch.positions())
+        uniforms = batch.uniforms()
         supports: dict[int, Support] = {}
         if not batch.truncated_rows:
-            tokens, logprobs = self._plain(scores, batch, keys, list(range(len(batch.sequences))), supports)
+            tokens, logprobs = self._plain(scores, batch, uniforms, batch.plain_rows, supports)
         elif not batch.plain_rows:
-            tokens, logprobs = self._truncated(scores, batch, keys, batch.truncated_rows, supports)
+            tokens, logprobs = self._truncated(scores, batch, uniforms, batch.truncated_rows, supports)
         else:
             tokens = torch.empty(len(batch.sequences), dtype=torch.int64, device=scores.device)
             logprobs = torch.empty(len(batch.sequences), dtype=torch.float32, device=scores.device)
             for rows, draw in ((batch.plain_rows, self._plain), (batch.truncated_rows, self._truncated)):
                 index = torch.tensor(rows, device=scores.device)
-                tokens[index], logprobs[index] = draw(scores[index], batch, keys[rows], rows, supports)
+                tokens[index], logprobs[index] = draw(scores[index], batch, uniforms[index], rows, supports)
         batch.count(tokens)
         return Sampled(tokens.tolist(), self._finite(logprobs.tolist()), supports)
 
@@ -83,7 +81,7 @@ class Sampler:
         self,
         scores: torch.Tensor,
         batch: SamplingBatch,
-        keys: np.ndarray,
+        uniforms: torch.Tensor,
         rows: list[int],
         supports: dict[int, Support],
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +90,7 @@ class Sampler:
         if batch.all_greedy:
             tokens = scores.argmax(dim=-1)
         else:
-            tokens = (probs / negative_exponential(keys, self._all_ids)).argmin(dim=-1)
+            tokens = _draw(probs, uniforms)
             if batch.any_greedy:
                 tokens = torch.where(batch.greedy[rows], scores.argmax(dim=-1), tokens)
         if batch.any_mask:
@@ -127,7 +125,7 @@ class Sampler:
         self,
         scores: torch.Tensor,
         batch: SamplingBatch,
-        keys: np.ndarray,
+        uniforms: torch.Tensor,
         rows: list[int],
         supports: dict[int, Support],
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,13 +145,14 @@ class Sampler:
         keep[:, 0] = True
         kept = ordered.masked_fill(~keep, 0.0)
         logprobs = (kept / kept.sum(dim=-1, keepdim=True)).log()
-        choice = (kept / negative_exponential(keys, ids.to(torch.int32))).argmin(dim=-1, keepdim=True)
+        # The kept tokens come first: each of the three rules keeps a prefix of the order.
+        sizes = keep.sum(dim=-1)
+        # Where no probability is finite the draw is anywhere.
+        choice = torch.minimum(_draw(kept, uniforms), sizes - 1)[:, None]
         if batch.any_mask:
-            sizes = keep.sum(dim=-1).tolist()
-            for i, row in enumerate(rows):
+            for i, (row, size) in enumerate(zip(rows, sizes.tolist(), strict=True)):
                 if batch.wants_mask[row]:
-                    # The kept tokens come first: each of the three rules keeps a prefix of the order.
-                    supports[row] = _support(ids[i, : sizes[i]], logprobs[i, : sizes[i]])
+                    supports[row] = _support(ids[i, :size], logprobs[i, :size])
         return ids.gather(1, choice)[:, 0], logprobs.gather(1, choice)[:, 0]
 
     def _finite(self, logprobs: list[float]) -> list[float]:
@@ -167,6 +166,17 @@ class Sampler:
             LOGPROB_FLOOR,
         )
         return [logprob if math.isfinite(logprob) else LOGPROB_FLOOR for logprob in logprobs]
+
+
+def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Where cumulated weights `[rows, k]` pass the share `uniforms` `[rows]` of their sum: int64 `[rows]`.
+
+    In float64, where no weight is lost beside the sum of a large vocabulary, and no share below 1 reaches the
+    sum: a weight of 0 is never drawn.
+    """
+    cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
+    index = torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)[:, 0]
+    return index.clamp_(max=weights.shape[1] - 1)
 
 
 def _support(token_ids: torch.Tensor, logprobs: torch.Tensor) -> Support:

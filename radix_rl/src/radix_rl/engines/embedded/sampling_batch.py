@@ -6,8 +6,11 @@ import numpy as np
 import torch
 
 from radix_rl.engines.embedded.sequence import Sequence
+from radix_rl.engines.embedded.uniform import uniform
 
 _SEED_MASK = (1 << 64) - 1
+_TOKENS_AHEAD = 16
+"""Random numbers are drawn for so many tokens at once."""
 
 
 class SamplingBatch:
@@ -18,7 +21,8 @@ class SamplingBatch:
         params = [sequence.request.sampling for sequence in sequences]
         self.vocab_size = vocab_size
         self.device = device
-        self.seeds = np.array([sequence.seed & _SEED_MASK for sequence in sequences], dtype=np.uint64)
+        self._seeds = np.array([sequence.seed & _SEED_MASK for sequence in sequences], dtype=np.uint64)
+        self._uniforms: list[torch.Tensor] = []
         greedy = [p.temperature == 0.0 for p in params]
         self.greedy = torch.tensor(greedy, device=device)
         self.all_greedy = all(greedy)
@@ -62,9 +66,14 @@ class SamplingBatch:
     def matches(self, sequences: Rows[Sequence]) -> bool:
         return self.sequences == list(sequences)
 
-    def positions(self) -> np.ndarray:
-        """Absolute position of each row's next token."""
-        return np.array([sequence.num_tokens for sequence in self.sequences], dtype=np.uint64)
+    def uniforms(self) -> torch.Tensor:
+        """Random numbers for each row's next token, float64 `[rows]`. Call once a token."""
+        if not self._uniforms:
+            positions = np.array([sequence.num_tokens for sequence in self.sequences], dtype=np.uint64)
+            ahead = positions + np.arange(_TOKENS_AHEAD - 1, -1, -1, dtype=np.uint64)[:, None]
+            drawn = torch.from_numpy(uniform(self._seeds, ahead))
+            self._uniforms = list(drawn.to(self.device).unbind())
+        return self._uniforms.pop()
 
     def count(self, tokens: torch.Tensor) -> None:
         """Take note of the tokens just sampled, `[rows]`."""

@@ -62,8 +62,10 @@ class ForwardStep:
         return tensor.slots[self.first_slot : self.first_slot + self.num_slots, :, : self.key_length]
 
     def repeat_mask(self, mask: torch.Tensor, groups: int) -> torch.Tensor:
-        """`[b, 1, S, L]` -> `[b, 1, groups * S, L]`, made once a step for each mask."""
-        if groups == 1:
+        """`[b, 1, S, L]` -> `[b, 1, groups * S, L]`, made once a step for each mask; one row is left to
+        broadcast.
+        """
+        if groups == 1 or mask.shape[2] == 1:
             return mask
         key = (id(mask), groups)
         cached = self._masks.get(key)
