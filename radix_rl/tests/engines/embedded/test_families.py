@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers as tf
 
+from radix_rl.engines.embedded.experts import use_sorted_experts
+from radix_rl.engines.embedded.module_overheads import cut_overheads
 from radix_rl.engines.embedded.routers import registry
 from radix_rl.engines.embedded.routers.base import RouterAdapter
 from radix_rl.errors import ConfigurationError
@@ -89,6 +91,7 @@ FAMILIES = {
     "DeepseekV32": DSA,
     "GlmMoeDsa": DSA | {"indexer_types": ["full", "shared", "full"]},
 }
+DENSE = {"Gemma3": GQA | {"intermediate_size": 64}}
 
 
 @pytest.fixture
@@ -96,7 +99,7 @@ def family():
     def make(name: str) -> tf.PreTrainedModel:
         torch.manual_seed(1)
         config = getattr(tf, f"{name}TextConfig", None) or getattr(tf, f"{name}Config")
-        model = getattr(tf, f"{name}ForCausalLM")(config(**FAMILIES[name]))
+        model = getattr(tf, f"{name}ForCausalLM")(config(**(FAMILIES | DENSE)[name]))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
@@ -152,6 +155,37 @@ async def test_indexer_rows_equal_one_full_forward_in_request_positions(
                 expected = sorted(p for p in kept[i][position].tolist() if p <= position)
                 got = rows[position, i].tolist()
                 assert got == expected + [-1] * (6 - len(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*FAMILIES, *DENSE])
+@torch.no_grad()
+def test_what_the_engine_computes_in_its_own_way_has_the_bits_of_transformers(name, dtype, family):
+    own = family(name).to(dtype)
+    ids = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(0))
+    expected = own(input_ids=ids).logits
+    use_sorted_experts(own)
+    cut_overheads(own)
+    assert torch.equal(own(input_ids=ids).logits, expected)
+    changed = [m for m in own.modules() if type(m).__name__.endswith("RMSNorm") and "forward" in vars(m)]
+    # Llama 4 and Gemma have norms of their own kind; in bfloat16 only gpt-oss rounds where torch does.
+    same = name == "GptOss" if dtype == torch.bfloat16 else name not in ("Llama4", "Gemma3")
+    assert bool(changed) == same
+
+
+def test_a_norm_that_is_not_torchs_is_left_alone():
+    class OneMore(tf.models.llama.modeling_llama.LlamaRMSNorm):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states) + self.weight
+
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**GQA, intermediate_size=64))
+    model.model.norm = OneMore(64)
+    cut_overheads(model)
+    assert "forward" in vars(model.model.layers[0].input_layernorm)
+    assert "forward" not in vars(model.model.norm)
+    replaced = tf.models.llama.modeling_llama.LlamaRMSNorm(64)
+    model.model.norm = replaced
+    assert model.model.norm is replaced
 
 
 async def test_dense_model_with_capture_is_refused(engine_of):

@@ -12,7 +12,7 @@ from radix_rl.engines.embedded.attention import ATTENTION_NAME, register_attenti
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
 from radix_rl.engines.embedded.experts import use_sorted_experts
 from radix_rl.engines.embedded.kv_slots import STRIDE_MULTIPLE
-from radix_rl.engines.embedded.norms import use_torch_norms
+from radix_rl.engines.embedded.module_overheads import cut_overheads
 from radix_rl.errors import ConfigurationError
 from radix_rl.model_layers import decoder_layers
 
@@ -50,11 +50,11 @@ def load_model(
     model.requires_grad_(False)
     text_config = model.config.get_text_config(decoder=True)
     _use_slot_attention(model)
-    use_torch_norms(model)
     if config.experts_implementation is not None:
         model.set_experts_implementation(config.experts_implementation)
     elif model.device.type == "cpu":
         use_sorted_experts(model)
+    cut_overheads(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

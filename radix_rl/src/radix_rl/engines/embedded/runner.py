@@ -4,6 +4,7 @@ import inspect
 import logging
 from collections.abc import Sequence as Rows
 
+import numpy as np
 import torch
 
 from radix_rl.engines.embedded.capture import RowCapture
@@ -116,9 +117,10 @@ class ModelRunner:
         """Put the last token of each sequence through; `sequences[i]` owns slot i. Returns `[len(sequences),
         vocab]`.
         """
-        tokens = torch.tensor([sequence.last_token for sequence in sequences], device=self.device)
         computed = [sequence.computed for sequence in sequences]
-        positions = torch.tensor(computed, device=self.device)
+        # Through numpy, which reads a list several times faster than torch does.
+        inputs = np.array([[sequence.last_token for sequence in sequences], computed], dtype=np.int64)
+        tokens, positions = torch.from_numpy(inputs).to(self.device)
         logits = self._forward(
             ForwardStep(
                 cache=self.cache,

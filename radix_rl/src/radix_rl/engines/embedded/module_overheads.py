@@ -1,4 +1,4 @@
-"""RMS norms by torch's own function, where it gives the same bits as the module in fewer operations."""
+"""Less time around a model's arithmetic, in steps whose few tokens leave little arithmetic to do."""
 
 from functools import partial
 from typing import Any
@@ -7,8 +7,18 @@ import torch
 from transformers import PreTrainedModel
 
 
-def use_torch_norms(model: PreTrainedModel) -> None:
-    """Give every norm that is seen to compute the same torch's function; others stay as they are."""
+def cut_overheads(model: PreTrainedModel) -> None:
+    """Changes no bit of what the model computes."""
+    _use_torch_norms(model)
+    for module in model.modules():
+        # Python looks here first; torch's own look-up is a function that runs only when that fails.
+        module.__dict__.update(module._modules)
+
+
+def _use_torch_norms(model: PreTrainedModel) -> None:
+    """RMS norms by torch's function, where it is seen to give what the model's module gives: it has half the
+    operations.
+    """
     same: dict[tuple[Any, ...], bool] = {}
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", None)
