@@ -114,12 +114,14 @@ class EngineRun:
 def forward_steps(model: PreTrainedModel, count: int) -> Callable[[], None]:
     """The bound: the prompts' forward pass and one forward step a token, nothing else."""
 
+    # Unlike each other, as sampled tokens are: equal ones would all go to the same experts.
+    tokens = torch.randint(0, VOCAB, (NEW_TOKENS - 1, count, 1), generator=torch.Generator().manual_seed(2))
+
     @torch.inference_mode()
     def run() -> None:
         cache = DynamicCache(config=model.config)
         model(input_ids=prompts(count), past_key_values=cache, logits_to_keep=1)
-        token = torch.zeros(count, 1, dtype=torch.int64)
-        for _ in range(NEW_TOKENS - 1):
+        for token in tokens:
             model(input_ids=token, past_key_values=cache)
 
     return run

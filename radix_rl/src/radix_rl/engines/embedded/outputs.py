@@ -9,6 +9,10 @@ from radix_rl.types import GenerateOutput
 from radix_transfer_plugins import TokenOutputStash
 
 
+_AT_ONCE_BYTES = 256 * 1024
+"""Rows below this are copied in less time than it takes to hand them to another thread."""
+
+
 def collect_outputs(sequence: Sequence) -> TokenOutputCollector | None:
     """The collector of a finished request; None if it asked for nothing or an abort left nothing to
     deliver.
@@ -44,6 +48,11 @@ def _stash(sequence: Sequence) -> tuple[TokenOutputStash | None, dict[str, int]]
     return collector.to_stash(sequence.forwarded_tokens), collector.start_rows()
 
 
+def _row_bytes(sequence: Sequence) -> int:
+    arrays = (*sequence.rows.values(), *sequence.mask_ids, *sequence.mask_logprobs)
+    return sum(array.nbytes for array in arrays)
+
+
 async def build_output(
     sequence: Sequence, writer: OutputStoreWriter | None, weight_version: str | None
 ) -> GenerateOutput:
@@ -54,8 +63,11 @@ async def build_output(
     assert sequence.finish_reason is not None
     outputs, ref = None, None
     if request.return_routed_experts or request.return_indexer_topk or request.return_sampling_mask:
-        # Long answers have tens of megabytes of rows: copying them would keep the event loop from the others.
-        outputs, start_rows = await asyncio.to_thread(_stash, sequence)
+        if _row_bytes(sequence) < _AT_ONCE_BYTES:
+            outputs, start_rows = _stash(sequence)
+        else:
+            # Long answers have tens of megabytes: copying them would keep the event loop from the others.
+            outputs, start_rows = await asyncio.to_thread(_stash, sequence)
         if outputs is not None and request.return_outputs_via_store:
             assert writer is not None
             ref = (await writer.write(outputs, start_rows)).to_builtins()

@@ -35,6 +35,7 @@ class ModelRunner:
         self.captures: dict[str, RowCapture] = {}
         """Field name of TokenOutputStash -> its capture."""
         self._layers = allocate_layers(self.cache, self._probe())
+        self._slot_numbers = torch.arange(max_tokens_per_step, device=self.device)
 
     def _probe(self) -> ProbeCache:
         probe = ProbeCache()
@@ -130,7 +131,7 @@ class ModelRunner:
                 positions=positions[:, None],
                 key_length=max(computed) + 1,
                 real=None,
-                write_slots=torch.arange(len(sequences), device=self.device),
+                write_slots=self._slot_numbers[: len(sequences)],
                 write_positions=positions,
             )
         )
