@@ -314,7 +314,7 @@ async def test_a_cache_that_is_no_multiple_of_a_slot_serves_its_whole_context(
     assert len(output.output_ids) == 46
 
 
-async def test_rows_are_collected_off_the_event_loop(qwen3_moe, engine_of, prompt, request_of, monkeypatch):
+async def test_long_rows_are_collected_elsewhere(qwen3_moe, engine_of, prompt, request_of, monkeypatch):
     from radix_rl.engines.embedded import outputs
 
     threads: list[threading.Thread] = []
@@ -325,6 +325,7 @@ async def test_rows_are_collected_off_the_event_loop(qwen3_moe, engine_of, promp
         return collect(sequence)
 
     monkeypatch.setattr(outputs, "collect_outputs", spy)
+    monkeypatch.setattr(outputs, "_AT_ONCE_BYTES", 5 * 3 * 2 * 4)
     async with engine_of(qwen3_moe) as engine:
         request = request_of("a", prompt(4, 1), max_new_tokens=2, return_routed_experts=True)
         assert (await engine.generate(request)).outputs is not None

@@ -8,7 +8,6 @@ from radix_rl.engines.embedded.sequence import Sequence
 from radix_rl.types import GenerateOutput
 from radix_transfer_plugins import TokenOutputStash
 
-
 _AT_ONCE_BYTES = 256 * 1024
 """Rows below this are copied in less time than it takes to hand them to another thread."""
 
