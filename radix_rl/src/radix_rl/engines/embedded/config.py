@@ -56,7 +56,8 @@ class EmbeddedEngineConfig(Section):
     output_store: OutputStoreTarget | None = None
     """None: requests that ask for the store are refused."""
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm"] | None = None
-    """How transformers multiplies by experts. Unset: what is fastest on the device."""
+    """How transformers multiplies by experts. Unset: by a function of the engine's own on a CPU, and by
+    transformers' choice elsewhere."""
     bfloat16_products: Literal["auto", "native", "float32"] = "auto"
     """How a CPU multiplies bfloat16 matrices. "float32": through float32 copies of the weights, rounded
     afterwards; several times faster on a CPU without bfloat16 instructions, where "auto" chooses it."""

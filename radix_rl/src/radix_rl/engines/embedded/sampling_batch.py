@@ -31,7 +31,6 @@ class SamplingBatch:
         self.temperature = torch.tensor(temperatures, dtype=torch.float32, device=device)
         self.unit_temperature = all(t == 1.0 for t in temperatures)
         top_k = [vocab_size if p.top_k < 1 else min(p.top_k, vocab_size) for p in params]
-        self.max_top_k = max(top_k)
         self.top_k = torch.tensor(top_k, device=device)
         self.top_p = torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device)
         self.min_p = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)
