@@ -16,7 +16,7 @@ def run_until_interrupted(main: Coroutine[Any, Any, _T]) -> _T:
 
     `asyncio.run` cancels within the signal handler: a signal that falls into the setting of a future's result
     makes that callback fail with InvalidStateError. Like it, this leaves alone a SIGINT handler that is not
-    Python's default. Raises KeyboardInterrupt after `main` has cleaned up.
+    Python's default. Raises KeyboardInterrupt when `main` has ended by the cancellation.
     """
     interrupted = False
 
@@ -27,7 +27,7 @@ def run_until_interrupted(main: Coroutine[Any, Any, _T]) -> _T:
 
         def on_sigint(_signal: int, _frame: FrameType | None) -> None:
             nonlocal interrupted
-            if interrupted:
+            if interrupted or task.done():
                 raise KeyboardInterrupt
             interrupted = True
             loop.call_soon_threadsafe(task.cancel)

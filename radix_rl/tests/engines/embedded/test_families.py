@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 
-from radix_rl.engines.embedded.experts import use_sorted_experts
+from radix_rl.engines.embedded.experts import EXPERTS_NAME, use_sorted_experts
 from radix_rl.engines.embedded.module_overheads import cut_overheads
 from radix_rl.engines.embedded.routers import registry
 from radix_rl.engines.embedded.routers.base import RouterAdapter
@@ -186,6 +186,31 @@ def test_a_norm_that_is_not_torchs_is_left_alone():
     replaced = tf.models.llama.modeling_llama.LlamaRMSNorm(64)
     model.model.norm = replaced
     assert model.model.norm is replaced
+
+
+def test_a_norm_that_was_patched_or_sees_other_dtypes_keeps_its_own_function():
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**GQA, intermediate_size=64))
+    patched, plain = model.model.layers[0].input_layernorm, model.model.norm
+    patched.forward = torch.zeros_like
+    cut_overheads(model)
+    x = torch.randn(3, 64)
+    assert torch.equal(patched(x), torch.zeros(3, 64))
+    assert plain(x.bfloat16()).dtype == torch.float32
+    expected = tf.models.llama.modeling_llama.LlamaRMSNorm(64).bfloat16()(x.bfloat16())
+    assert torch.equal(plain.bfloat16()(x.bfloat16()), expected)
+
+
+@pytest.mark.parametrize("products", ["native", "float32"])
+async def test_a_model_that_came_with_another_experts_implementation_keeps_it(
+    products, family, engine_of, prompt, request_of
+):
+    model = family("Mixtral")
+    model.set_experts_implementation("eager")
+    async with engine_of(model, dtype="bfloat16", bfloat16_products=products) as engine:
+        assert engine._core_now().runner.model.config._experts_implementation == "eager"
+        assert (await engine.generate(request_of("a", prompt(4, 1), max_new_tokens=2))).output_ids
+    async with engine_of(family("Mixtral")) as engine:
+        assert engine._core_now().runner.model.config._experts_implementation == EXPERTS_NAME
 
 
 async def test_dense_model_with_capture_is_refused(engine_of):

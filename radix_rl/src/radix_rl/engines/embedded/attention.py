@@ -48,7 +48,8 @@ def slot_mask(
         head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=positions.device)
         visible = mask_function(batch, head, queries, keys[None, None, None])
     dtype = kwargs.get("dtype") or torch.float32
-    return torch.where(visible, torch.zeros((), dtype=dtype), torch.full((), float("-inf"), dtype=dtype))
+    shown, hidden = torch.tensor([0.0, float("-inf")], dtype=dtype, device=positions.device)
+    return torch.where(visible, shown, hidden)
 
 
 def slot_attention(

@@ -1,6 +1,7 @@
 """Experts on a CPU, where a step of few tokens spends more time around their products than in them.
 
-Computes what transformers' "grouped_mm" does, product for product, with a third of its operations.
+Computes what transformers' "grouped_mm" does, product for product, with a third of its operations. Knows no
+expert parallelism.
 """
 
 from typing import Any
@@ -13,10 +14,18 @@ EXPERTS_NAME = "radix_sorted_mm"
 
 
 def use_sorted_experts(model: PreTrainedModel) -> None:
-    """Nothing changes for a model without experts."""
-    if model._can_set_experts_implementation():
+    """In place of "grouped_mm", transformers' default; a model without experts or with another implementation
+    stays as it is.
+    """
+    if uses_grouped_products(model):
         ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, sorted_experts_forward)
         model.set_experts_implementation(EXPERTS_NAME)
+
+
+def uses_grouped_products(model: PreTrainedModel) -> bool:
+    """Also by the function that takes the place of "grouped_mm"."""
+    implementation = getattr(model.config.get_text_config(decoder=True), "_experts_implementation", None)
+    return model._can_set_experts_implementation() and implementation in ("grouped_mm", EXPERTS_NAME)
 
 
 def sorted_experts_forward(
@@ -28,24 +37,26 @@ def sorted_experts_forward(
     expert_ids = top_k_index.reshape(-1)
     order = expert_ids.argsort()
     ends = torch.bincount(expert_ids, minlength=self.num_experts).cumsum(0, dtype=torch.int32)
-    biased = expert_ids.index_select(0, order) if self.has_bias else None
+    bias_ids = expert_ids.index_select(0, order) if self.has_bias else None
     rows = hidden_states.index_select(0, order.div(top_k_index.shape[1], rounding_mode="floor"))
-    rows = _products(self, "gate_up_proj" if self.has_gate else "up_proj", rows, ends, biased)
+    rows = _products(self, "gate_up_proj" if self.has_gate else "up_proj", rows, ends, bias_ids)
     rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
-    rows = _products(self, "down_proj", rows, ends, biased)
+    rows = _products(self, "down_proj", rows, ends, bias_ids)
     outputs = torch.empty_like(rows).index_copy_(0, order, rows) * top_k_weights.reshape(-1, 1)
     outputs = outputs.view(*top_k_index.shape, outputs.shape[-1]).sum(dim=1)
     return outputs.to(hidden_states.dtype)
 
 
 def _products(
-    experts: Any, name: str, rows: torch.Tensor, ends: torch.Tensor, biased: torch.Tensor | None
+    experts: Any, name: str, rows: torch.Tensor, ends: torch.Tensor, bias_ids: torch.Tensor | None
 ) -> torch.Tensor:
     """`rows` `[tokens * k, width]` times the weights of their experts. They are by expert: `ends` `[experts]`
-    int32 is where each one's rows end. `biased` `[tokens * k]`: the rows' experts, if these have a bias.
+    int32 is where each one's rows end. `bias_ids` `[tokens * k]`: the rows' experts, if these have a bias.
     """
     weights = getattr(experts, name)
     if not experts.is_transposed:
         weights = weights.mT
     products = torch.nn.functional.grouped_mm(rows.to(weights.dtype), weights, offs=ends)
-    return products if biased is None else products + getattr(experts, f"{name}_bias").index_select(0, biased)
+    if bias_ids is None:
+        return products
+    return products + getattr(experts, f"{name}_bias").index_select(0, bias_ids)

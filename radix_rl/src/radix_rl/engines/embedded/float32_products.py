@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from radix_rl.engines.embedded.experts import sorted_experts_forward
+from radix_rl.engines.embedded.experts import sorted_experts_forward, uses_grouped_products
 
 EXPERTS_NAME = "radix_float32_products"
 _ATTRIBUTE = "_radix_float32_experts"
@@ -29,7 +29,8 @@ class Float32Products:
         linears = [m for m in model.modules() if type(m) is torch.nn.Linear]
         # Layers that the model keeps in float32 need no help.
         self._linears = {m: _Float32Linear(m) for m in linears if m.weight.dtype == torch.bfloat16}
-        self._experts = [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")]
+        grouped = model.modules() if uses_grouped_products(model) else ()
+        self._experts = [m for m in grouped if hasattr(m, "is_transposed") and hasattr(m, "has_gate")]
         for linear, product in self._linears.items():
             linear.forward = product
         if self._experts:

@@ -1,5 +1,6 @@
 """Less time around a model's arithmetic, in steps whose few tokens leave little arithmetic to do."""
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -8,11 +9,14 @@ from transformers import PreTrainedModel
 
 
 def cut_overheads(model: PreTrainedModel) -> None:
-    """Changes no bit of what the model computes."""
+    """Changes no bit of what the model computes. From here on submodules are exchanged by assignment only,
+    not through `_modules`.
+    """
     _use_torch_norms(model)
     for module in model.modules():
-        # Python looks here first; torch's own look-up is a function that runs only when that fails.
-        module.__dict__.update(module._modules)
+        if not isinstance(module, torch.nn.ModuleList):
+            # Python looks here first; torch's own look-up is a function that runs only when that fails.
+            module.__dict__.update(module._modules)
 
 
 def _use_torch_norms(model: PreTrainedModel) -> None:
@@ -22,18 +26,29 @@ def _use_torch_norms(model: PreTrainedModel) -> None:
     same: dict[tuple[Any, ...], bool] = {}
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", None)
-        if not isinstance(eps, float) or [name for name, _ in module.named_parameters()] != ["weight"]:
+        if not isinstance(eps, float) or not _is_plain(module):
             continue
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         kind = (type(module), eps, weight.shape, weight.dtype)
         if kind not in same:
             same[kind] = _same(module, weight, eps)
         if same[kind]:
-            module.forward = partial(_rms_norm, module, eps)
+            module.forward = partial(_rms_norm, module, eps, weight.dtype)
 
 
-def _rms_norm(module: torch.nn.Module, eps: float, hidden_states: torch.Tensor) -> torch.Tensor:
+def _is_plain(module: torch.nn.Module) -> bool:
+    """One weight, one argument, and no forward function of this module's own."""
+    names = [name for name, _ in module.named_parameters()]
+    arguments = inspect.signature(type(module).forward).parameters
+    return names == ["weight"] and len(arguments) == 2 and "forward" not in vars(module)
+
+
+def _rms_norm(
+    module: torch.nn.Module, eps: float, seen: torch.dtype, hidden_states: torch.Tensor
+) -> torch.Tensor:
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    if not hidden_states.dtype == weight.dtype == seen:
+        return type(module).forward(module, hidden_states)
     return torch.nn.functional.rms_norm(hidden_states, weight.shape, weight, eps)
 
 

@@ -9,7 +9,8 @@ from radix_rl.types import GenerateOutput
 from radix_transfer_plugins import TokenOutputStash
 
 _AT_ONCE_BYTES = 256 * 1024
-"""Rows below this are copied in less time than it takes to hand them to another thread."""
+_AT_ONCE_MASKS = 8
+"""Less than this is collected in less time than it takes to hand it to another thread."""
 
 
 def collect_outputs(sequence: Sequence) -> TokenOutputCollector | None:
@@ -47,9 +48,9 @@ def _stash(sequence: Sequence) -> tuple[TokenOutputStash | None, dict[str, int]]
     return collector.to_stash(sequence.forwarded_tokens), collector.start_rows()
 
 
-def _row_bytes(sequence: Sequence) -> int:
-    arrays = (*sequence.rows.values(), *sequence.mask_ids, *sequence.mask_logprobs)
-    return sum(array.nbytes for array in arrays)
+def _collects_at_once(sequence: Sequence) -> bool:
+    num_bytes = sum(rows.nbytes for rows in sequence.rows.values())
+    return num_bytes <= _AT_ONCE_BYTES and len(sequence.mask_ids) <= _AT_ONCE_MASKS
 
 
 async def build_output(
@@ -62,10 +63,11 @@ async def build_output(
     assert sequence.finish_reason is not None
     outputs, ref = None, None
     if request.return_routed_experts or request.return_indexer_topk or request.return_sampling_mask:
-        if _row_bytes(sequence) < _AT_ONCE_BYTES:
+        if _collects_at_once(sequence):
             outputs, start_rows = _stash(sequence)
         else:
-            # Long answers have tens of megabytes: copying them would keep the event loop from the others.
+            # Long answers have tens of megabytes, and their masks a row for each token: that would keep the
+            # event loop from the others.
             outputs, start_rows = await asyncio.to_thread(_stash, sequence)
         if outputs is not None and request.return_outputs_via_store:
             assert writer is not None

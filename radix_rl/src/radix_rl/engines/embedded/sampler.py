@@ -46,7 +46,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         """`logits` `[rows, vocab]`, any float dtype; may be overwritten."""
         scores = self._transform(logits.float(), batch)
-        uniforms = batch.uniforms()
+        uniforms = batch.next_uniforms()
         supports: dict[int, Support] = {}
         if not batch.truncated_rows:
             tokens, logprobs = self._plain(scores, batch, uniforms, batch.plain_rows, supports)
@@ -143,10 +143,11 @@ class Sampler:
         )
         keep &= ordered > 0
         keep[:, 0] = True
+        sizes = keep.sum(dim=-1)
+        # Each of the three rules keeps a prefix of the order, but a GPU's sums may rise unevenly.
+        keep = ranks < sizes[:, None]
         kept = ordered.masked_fill(~keep, 0.0)
         logprobs = (kept / kept.sum(dim=-1, keepdim=True)).log()
-        # The kept tokens come first: each of the three rules keeps a prefix of the order.
-        sizes = keep.sum(dim=-1)
         # Where no probability is finite the draw is anywhere.
         choice = torch.minimum(_draw(kept, uniforms), sizes - 1)[:, None]
         if batch.any_mask:
@@ -172,7 +173,7 @@ def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Where cumulated weights `[rows, k]` pass the share `uniforms` `[rows]` of their sum: int64 `[rows]`.
 
     In float64, where no weight is lost beside the sum of a large vocabulary, and no share below 1 reaches the
-    sum: a weight of 0 is never drawn.
+    sum: a weight of 0 is never drawn. Where the weights are not finite the draw is anywhere.
     """
     cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
     index = torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)[:, 0]

@@ -65,8 +65,10 @@ class SamplingBatch:
     def matches(self, sequences: Rows[Sequence]) -> bool:
         return self.sequences == list(sequences)
 
-    def uniforms(self) -> torch.Tensor:
-        """Random numbers for each row's next token, float64 `[rows]`. Call once a token."""
+    def next_uniforms(self) -> torch.Tensor:
+        """Random numbers for each row's next token, float64 `[rows]`. From call to call every sequence gains
+        one token, the one sampled with them.
+        """
         if not self._uniforms:
             positions = np.array([sequence.num_tokens for sequence in self.sequences], dtype=np.uint64)
             ahead = positions + np.arange(_TOKENS_AHEAD - 1, -1, -1, dtype=np.uint64)[:, None]
