@@ -3,6 +3,9 @@ transformers.generate; what capture, the store and the prefix cache cost. One th
 process.
 """
 
+from contextlib import ExitStack
+from functools import partial
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -10,6 +13,7 @@ from transformers import PreTrainedModel
 from benchmarks.engines.tiny_moe import (
     NEW_TOKENS,
     EngineRun,
+    Outputs,
     forward_steps,
     prompts,
     tiny_model,
@@ -20,11 +24,18 @@ from benchmarks.timing import median_ratio, take_turns
 
 CONCURRENCY = (1, 8, 32, 64)
 RAGGED_REQUESTS, RAGGED_CONCURRENCY = 128, 32
-PREFIX_CACHE_TOKENS = 16384
-ROUNDS = 3
+ROUNDS, COST_ROUNDS = 3, 10
 """Each with a model and engines of its own: where memory happens to lie is worth several percent, and stays
 as it is for as long as a model lives.
 """
+
+COSTS: dict[str, tuple[Outputs, int]] = {
+    "plain": ("none", 0),
+    "capture": ("inline", 0),
+    "store": ("store", 0),
+    "prefixes": ("inline", 16384),
+}
+"""Case -> outputs and tokens of prefix cache."""
 
 Seconds = dict[str, list[float]]
 
@@ -35,10 +46,16 @@ def run() -> list[Result]:
     for _ in range(ROUNDS):
         model = tiny_model()
         with EngineRun(model, "inline", prefix_cache_tokens=0) as engine:
-            for measure in (beside_forward, costs, beside_generate):
-                for name, values in measure(model, engine).items():
-                    seconds.setdefault(name, []).extend(values)
+            for measure in (beside_forward, beside_generate):
+                extend(seconds, measure(model, engine))
+    for number in range(COST_ROUNDS):
+        extend(seconds, costs(tiny_model(), list(COSTS) if number % 2 == 0 else list(reversed(COSTS))))
     return results(seconds)
+
+
+def extend(seconds: Seconds, by: Seconds) -> None:
+    for name, values in by.items():
+        seconds.setdefault(name, []).extend(values)
 
 
 def beside_forward(model: PreTrainedModel, engine: EngineRun) -> Seconds:
@@ -54,23 +71,19 @@ def beside_forward(model: PreTrainedModel, engine: EngineRun) -> Seconds:
     return seconds
 
 
-def costs(model: PreTrainedModel, engine: EngineRun) -> Seconds:
-    """Against an engine that captures nothing, at 32."""
+def costs(model: PreTrainedModel, order: list[str]) -> Seconds:
+    """Of capture, of the store and of a prefix cache against an engine that captures nothing, at 32; engines
+    built in this order.
+    """
     lengths = [NEW_TOKENS] * 32
-    with (
-        EngineRun(model, "none", prefix_cache_tokens=0) as plain,
-        EngineRun(model, "store", prefix_cache_tokens=0) as store,
-        EngineRun(model, "inline", prefix_cache_tokens=PREFIX_CACHE_TOKENS) as prefixes,
-    ):
-        return take_turns(
-            {
-                "capture": lambda: engine(lengths),
-                "plain": lambda: plain(lengths),
-                "store": lambda: store(lengths),
-                "prefixes": lambda: prefixes(lengths),
-            },
-            repetitions=5,
-        )
+    with ExitStack() as stack:
+        engines = {}
+        for name in order:
+            outputs, prefix_cache_tokens = COSTS[name]
+            run = EngineRun(model, outputs, prefix_cache_tokens=prefix_cache_tokens)
+            engines[name] = stack.enter_context(run)
+        cases = {name: partial(engine, lengths) for name, engine in engines.items()}
+        return take_turns(cases, repetitions=2)
 
 
 def beside_generate(model: PreTrainedModel, engine: EngineRun) -> Seconds:
