@@ -10,7 +10,7 @@ from radix_transfer_plugins import TokenOutputStash
 
 _AT_ONCE_BYTES = 256 * 1024
 _AT_ONCE_MASKS = 8
-"""Less than this is collected in less time than it takes to hand it to another thread."""
+"""Rows and masks within both are collected in less time than it takes to hand them to another thread."""
 
 
 def collect_outputs(sequence: Sequence) -> TokenOutputCollector | None:
