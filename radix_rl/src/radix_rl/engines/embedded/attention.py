@@ -16,6 +16,8 @@ from transformers.modeling_utils import AttentionInterface
 from radix_rl.engines.embedded.step import active_step
 
 ATTENTION_NAME = "radix_slots"
+_SMALL_HEAD = 1 << 14
+"""Elements of one head's keys."""
 
 
 def register_attention() -> None:
@@ -84,6 +86,8 @@ def slot_attention(
     if sinks is not None or softcap is not None:
         scale = width**-0.5 if scaling is None else scaling
         return _explicit_attention(query, key, value, mask, scale, sinks, softcap), None
+    if columns == 1 and mask is not None and mask.dtype == key.dtype and _is_small(key):
+        return _short_attention(query, key, value, step.mask_of_heads(mask, key.shape[1]), scaling), None
     if mask is not None:
         mask = step.repeat_mask(mask, groups)
     grouped = query.reshape(batch, key.shape[1], groups * columns, width)
@@ -91,6 +95,25 @@ def slot_attention(
         grouped, key, value, attn_mask=mask, scale=scaling
     )
     return output.reshape(batch, heads, columns, value.shape[-1]).transpose(1, 2), None
+
+
+def _is_small(key: torch.Tensor) -> bool:
+    """Where attention's kernel takes longer to begin with each head than to read its keys."""
+    return key.device.type == "cpu" and key.dtype == torch.float32 and key[0, 0].numel() <= _SMALL_HEAD
+
+
+def _short_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """One query a request, `[b, heads, 1, d]`, in batched products; `mask` `[b * key_heads, 1, L]`; returns
+    `[b, 1, heads, d]`.
+    """
+    batch, heads, _, width = query.shape
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)
+    grouped = query.reshape(len(keys), -1, width)
+    scale = width**-0.5 if scaling is None else scaling
+    weights = torch.baddbmm(mask, grouped, keys.transpose(1, 2), alpha=scale).softmax(dim=-1)
+    return torch.bmm(weights, values).view(batch, 1, heads, value.shape[-1])
 
 
 def _keep_only(

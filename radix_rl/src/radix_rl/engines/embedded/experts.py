@@ -34,17 +34,17 @@ def sorted_experts_forward(
     """`hidden_states` `[tokens, hidden]`, `top_k_index` int64 and `top_k_weights` `[tokens, k]`; returns
     `[tokens, hidden]`. `self` is a module under transformers' `use_experts_implementation`.
     """
-    expert_ids = top_k_index.reshape(-1)
-    order = expert_ids.argsort()
-    ends = torch.bincount(expert_ids, minlength=self.num_experts).cumsum(0, dtype=torch.int32)
-    bias_ids = expert_ids.index_select(0, order) if self.has_bias else None
-    rows = hidden_states.index_select(0, order.div(top_k_index.shape[1], rounding_mode="floor"))
+    expert_ids, order = top_k_index.reshape(-1).sort()
+    experts = torch.arange(self.num_experts, device=order.device)
+    ends = torch.searchsorted(expert_ids, experts, right=True, out_int32=True)
+    bias_ids = expert_ids if self.has_bias else None
+    rows = hidden_states.index_select(0, order.div(top_k_index.shape[1], rounding_mode="trunc"))
     rows = _products(self, "gate_up_proj" if self.has_gate else "up_proj", rows, ends, bias_ids)
     rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
     rows = _products(self, "down_proj", rows, ends, bias_ids)
-    outputs = torch.empty_like(rows).index_copy_(0, order, rows) * top_k_weights.reshape(-1, 1)
-    outputs = outputs.view(*top_k_index.shape, outputs.shape[-1]).sum(dim=1)
-    return outputs.to(hidden_states.dtype)
+    outputs = torch.empty_like(rows).index_copy_(0, order, rows).view(*top_k_index.shape, rows.shape[-1])
+    outputs = (outputs * top_k_weights.unsqueeze(-1)).sum(dim=1)
+    return outputs if outputs.dtype == hidden_states.dtype else outputs.to(hidden_states.dtype)
 
 
 def _products(
@@ -56,7 +56,9 @@ def _products(
     weights = getattr(experts, name)
     if not experts.is_transposed:
         weights = weights.mT
-    products = torch.nn.functional.grouped_mm(rows.to(weights.dtype), weights, offs=ends)
+    if rows.dtype != weights.dtype:
+        rows = rows.to(weights.dtype)
+    products = torch.nn.functional.grouped_mm(rows, weights, offs=ends)
     if bias_ids is None:
         return products
     return products + getattr(experts, f"{name}_bias").index_select(0, bias_ids)

@@ -1,7 +1,7 @@
 """`ForwardStep`: the tokens of one forward pass and where their results go."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -62,21 +62,29 @@ class ForwardStep:
         return tensor.slots[self.first_slot : self.first_slot + self.num_slots, :, : self.key_length]
 
     def repeat_mask(self, mask: torch.Tensor, groups: int) -> torch.Tensor:
-        """`[b, 1, S, L]` -> `[b, 1, groups * S, L]`, made once a step for each mask; one row is left to
-        broadcast.
-        """
+        """`[b, 1, S, L]` -> `[b, 1, groups * S, L]`; one row is left to broadcast."""
         if groups == 1 or mask.shape[2] == 1:
             return mask
-        key = (id(mask), groups)
-        cached = self._masks.get(key)
-        if cached is not None:
-            return cached[1]
         batch, _, columns, length = mask.shape
-        repeated = mask.unsqueeze(2).expand(batch, 1, groups, columns, length)
-        repeated = repeated.reshape(batch, 1, groups * columns, length)
-        # The mask is kept too: its id must not pass to another tensor while the entry lives.
-        self._masks[key] = (mask, repeated)
-        return repeated
+
+        def repeat() -> torch.Tensor:
+            rows = mask.unsqueeze(2).expand(batch, 1, groups, columns, length)
+            return rows.reshape(batch, 1, groups * columns, length)
+
+        return self._once(mask, groups, repeat)
+
+    def mask_of_heads(self, mask: torch.Tensor, heads: int) -> torch.Tensor:
+        """`[b, 1, 1, L]` -> `[b * heads, 1, L]`."""
+        return self._once(mask, heads, lambda: mask.expand(-1, heads, -1, -1).flatten(0, 1))
+
+    def _once(self, mask: torch.Tensor, times: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `make` returns, made once a step for each mask and number of times."""
+        key = (id(mask), times)
+        cached = self._masks.get(key)
+        if cached is None:
+            # The mask is kept too: its id must not pass to another tensor while the entry lives.
+            cached = self._masks[key] = (mask, make())
+        return cached[1]
 
 
 def active_step() -> ForwardStep | None:
