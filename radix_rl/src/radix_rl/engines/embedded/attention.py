@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from radix_rl.engines.embedded.step import active_step
+from radix_rl.engines.embedded.step import ForwardStep, active_step
 
 ATTENTION_NAME = "radix_slots"
 _SMALL_HEAD = 1 << 14
@@ -32,13 +32,14 @@ def slot_mask(
     """Additive mask `[b, 1, S, key_length]` of a step, or None where every key may be seen.
 
     transformers' mask functions compare query and key positions elementwise; here queries of one column lie
-    at different positions, so the functions get `[b, 1, S, 1]` positions in place of one range.
+    at different positions, so the functions get `[b, 1, S, 1]` positions in place of one range. A key is
+    meant by its position in the query's own slot.
     """
     step = active_step()
     if step is None:
         return sdpa_mask(mask_function=mask_function, device=device, **kwargs)
     only_causal = mask_function is causal_mask_function and kwargs.get("allow_is_causal_skip", True)
-    if only_causal and step.num_slots == 1 and step.num_columns == 1:
+    if only_causal and step.num_tokens == 1:
         return None
     positions = step.positions
     queries = positions[:, None, :, None]
@@ -46,7 +47,7 @@ def slot_mask(
     if mask_function is causal_mask_function:
         visible = keys <= queries
     else:
-        batch = torch.arange(step.num_slots, device=positions.device)[:, None, None, None]
+        batch = torch.arange(len(positions), device=positions.device)[:, None, None, None]
         head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=positions.device)
         visible = mask_function(batch, head, queries, keys[None, None, None])
     dtype = kwargs.get("dtype") or torch.float32
@@ -63,7 +64,8 @@ def slot_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`query` `[b, heads, S, d]`, `key`/`value` `[b, key_heads, L, d]`; returns `[b, S, heads, d]`.
+    """`query` `[b, heads, S, d]`, `key`/`value` `[slots, key_heads, L, d]` from `ForwardStep.keys`; returns
+    `[b, S, heads, d]`.
 
     Query heads that share a key head become further rows of one attention problem, so keys are never repeated
     in memory.
@@ -75,26 +77,52 @@ def slot_attention(
         raise NotImplementedError(
             f"{type(module).__name__} adds a position bias, which the slot attention does not know"
         )
-    batch, heads, columns, width = query.shape
-    groups = heads // key.shape[1]
     mask = attention_mask
     if kwargs.get("indices") is not None:
+        assert len(step.segments) == 1
         mask = _keep_only(mask, kwargs["indices"], key.shape[2], query.dtype)
     elif mask is not None and mask.dtype != torch.bool and mask.dtype != query.dtype:
         mask = mask.to(query.dtype)
-    sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
+    options = (scaling, kwargs.get("s_aux"), kwargs.get("softcap"))
+    if len(step.segments) == 1:
+        return _attend(step, query, key, value, mask, *options), None
+    assert mask is not None
+    outputs, start = [], 0
+    for segment, rows in zip(step.segments, step.segment_masks(mask), strict=True):
+        queries = query[0, :, start : start + segment.num_tokens]
+        start += segment.num_tokens
+        queries = queries.unflatten(1, (segment.num_slots, segment.columns)).transpose(0, 1)
+        slots = slice(segment.first_slot, segment.first_slot + segment.num_slots)
+        keys, values = (states[slots, :, : segment.key_length] for states in (key, value))
+        outputs.append(_attend(step, queries, keys, values, rows, *options).flatten(0, 1))
+    return torch.cat(outputs)[None], None
+
+
+def _attend(
+    step: ForwardStep,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Of one segment; shapes as in `slot_attention`."""
+    batch, heads, columns, width = query.shape
+    groups = heads // key.shape[1]
     if sinks is not None or softcap is not None:
         scale = width**-0.5 if scaling is None else scaling
-        return _explicit_attention(query, key, value, mask, scale, sinks, softcap), None
+        return _explicit_attention(query, key, value, mask, scale, sinks, softcap)
     if columns == 1 and mask is not None and mask.dtype == key.dtype and _is_small(key):
-        return _short_attention(query, key, value, step.mask_of_heads(mask, key.shape[1]), scaling), None
+        return _short_attention(query, key, value, step.mask_of_heads(mask, key.shape[1]), scaling)
     if mask is not None:
         mask = step.repeat_mask(mask, groups)
     grouped = query.reshape(batch, key.shape[1], groups * columns, width)
     output = torch.nn.functional.scaled_dot_product_attention(
         grouped, key, value, attn_mask=mask, scale=scaling
     )
-    return output.reshape(batch, heads, columns, value.shape[-1]).transpose(1, 2), None
+    return output.reshape(batch, heads, columns, value.shape[-1]).transpose(1, 2)
 
 
 def _is_small(key: torch.Tensor) -> bool:

@@ -39,7 +39,7 @@ def build_core(
     runner = ModelRunner(
         loaded,
         kv_cache_tokens=config.kv_cache_tokens,
-        max_tokens_per_step=max(config.chunked_prefill_tokens, config.max_running_requests),
+        max_tokens_per_step=config.chunked_prefill_tokens + config.max_running_requests,
     )
     if config.enable_return_routed_experts:
         experts, top_k = (

@@ -27,9 +27,6 @@ from radix_rl.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
-_MAX_PREFILL_PADDING = 2.0
-"""Prompts of unequal length are prefilled together while padding at most doubles the work."""
-
 
 class EngineCore:
     def __init__(
@@ -209,12 +206,18 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> None:
+        """One token for every request that decodes, and the next prompts, in one forward pass where the model
+        allows it.
+        """
         self._clear_non_finite()
         self._admit()
-        if self.slots.prefilling:
-            self._prefill()
-        if self.slots.num_decoding:
-            self._decode()
+        prompts, lengths = self._prefill_group()
+        if prompts and not self.runner.mixes_lengths:
+            self._forward(self.slots.num_decoding, prompts, lengths)
+            prompts, lengths = [], []
+        decoding = self.slots.decoding
+        if decoding or prompts:
+            self._forward(0, decoding + prompts, [1] * len(decoding) + lengths)
 
     def _admit(self) -> None:
         """Fill free slots in order of arrival.
@@ -261,53 +264,43 @@ class EngineCore:
             self.flush_prefixes()
             self.runner.cache.zero_vacated = False
 
-    def _prefill(self) -> None:
-        group, lengths = self._prefill_group()
-        first_slot = self.slots.num_decoding
-        logits = self.runner.prefill(group, first_slot, lengths)
-        self.prefilled_tokens += sum(lengths)
-        done = [i for i, sequence in enumerate(group) if sequence.computed == sequence.num_tokens]
-        if not done:
-            return
-        for i in done:
-            self._keep_prefix(group[i], first_slot + i)
-        # Only the last of a group can be unfinished: the others would not have left room for it.
-        self.slots.prefill_done(len(done))
-        sampled_rows = [
-            i for i in done if len(group[i].output_ids) < group[i].request.sampling.max_new_tokens
-        ]
-        silent = [group[i] for i in done if i not in sampled_rows]
-        if sampled_rows:
-            sequences = [group[i] for i in sampled_rows]
-            batch = SamplingBatch(sequences, self.runner.vocab_size, self.runner.device)
-            rows = logits if len(sampled_rows) == len(group) else logits[sampled_rows]
-            self._accept(sequences, self.sampler.sample(rows, batch))
-        self._finish_slots([(sequence, FinishReason(type="length", length=0)) for sequence in silent])
-
     def _prefill_group(self) -> tuple[list[Sequence], list[int]]:
-        """The oldest prefilling requests whose padded chunks fit one step."""
+        """The oldest prefilling requests whose prompts, or what is left of them, fit one step, and how much
+        of each. A prompt that fits none is alone in its steps.
+        """
         group: list[Sequence] = []
         lengths: list[int] = []
         for sequence in self.slots.prefilling:
             left = sequence.num_tokens - sequence.computed
-            columns = max(left, *lengths) if lengths else left
-            padded = columns * (len(group) + 1)
             if group and (
-                padded > self._chunk_tokens or padded > _MAX_PREFILL_PADDING * (sum(lengths) + left)
+                sum(lengths) + left > self._chunk_tokens
+                or (left != lengths[0] and not self.runner.mixes_lengths)
             ):
                 break
             group.append(sequence)
             lengths.append(min(left, self._chunk_tokens))
-            if left > self._chunk_tokens:
-                break
         return group, lengths
 
-    def _decode(self) -> None:
-        sequences = self.slots.decoding
-        logits = self.runner.decode(sequences)
-        if self._sampling is None or not self._sampling.matches(sequences):
-            self._sampling = SamplingBatch(sequences, self.runner.vocab_size, self.runner.device)
-        self._accept(sequences, self.sampler.sample(logits, self._sampling))
+    def _forward(self, first_slot: int, sequences: list[Sequence], lengths: list[int]) -> None:
+        """Requests in the slots from `first_slot` on: those that decode, then those that prefill."""
+        logits = self.runner.forward(first_slot, sequences, lengths)
+        num_decoding = self.slots.num_decoding - first_slot
+        self.prefilled_tokens += sum(lengths[num_decoding:])
+        # Only the last can be unfinished: others would not have left room for it.
+        done = [row for row, sequence in enumerate(sequences) if sequence.computed == sequence.num_tokens]
+        for row in done[num_decoding:]:
+            self._keep_prefix(sequences[row], first_slot + row)
+        self.slots.prefill_done(len(done) - num_decoding)
+        # A request for no tokens only wants its prompt's rows.
+        silent = [row for row in done if sequences[row].request.sampling.max_new_tokens == 0]
+        rows = [row for row in done if row not in silent]
+        if rows:
+            batch = [sequences[row] for row in rows]
+            if self._sampling is None or not self._sampling.matches(batch):
+                self._sampling = SamplingBatch(batch, self.runner.vocab_size, self.runner.device)
+            logits = logits if len(rows) == len(sequences) else logits[rows]
+            self._accept(batch, self.sampler.sample(logits, self._sampling))
+        self._finish_slots([(sequences[row], FinishReason(type="length", length=0)) for row in silent])
 
     def _accept(self, sequences: list[Sequence], sampled: Sampled) -> None:
         if self.sampler.num_non_finite > self._non_finite_seen:
@@ -371,8 +364,6 @@ class EngineCore:
         sequence.num_retractions += 1
         sequence.state = SequenceState.WAITING
         self.waiting.appendleft(sequence)
-        # The token that ends its next prefill is sampled elsewhere: this batch's counts would lack it.
-        self._sampling = None
 
     def _rows(self, sequence: Sequence, slot: int | None) -> dict[str, np.ndarray]:
         """Rows of every field that the request wants: saved ones first, the slot's after them."""

@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Sequence as Rows
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from radix_rl.engines.embedded.kv_slots import SlotCache
 from radix_rl.engines.embedded.model_loader import LoadedModel
 from radix_rl.engines.embedded.routers.registry import find_routers
 from radix_rl.engines.embedded.sequence import Sequence
-from radix_rl.engines.embedded.step import ForwardStep, running_step
+from radix_rl.engines.embedded.step import ForwardStep, Segment, running_step
 from radix_rl.engines.embedded.step_cache import ProbeCache, StepCache, allocate_layers
 from radix_rl.errors import ConfigurationError
 
@@ -35,6 +36,10 @@ class ModelRunner:
         self.captures: dict[str, RowCapture] = {}
         """Field name of TokenOutputStash -> its capture."""
         self._layers = allocate_layers(self.cache, self._probe())
+        self.mixes_lengths = all(layer.indexer_key is None for layer in self._layers.values())
+        """Whether a step may hold requests with unequal numbers of tokens: indexers want a row for each
+        request.
+        """
         self._slot_numbers = torch.arange(max_tokens_per_step, device=self.device)
 
     def _probe(self) -> ProbeCache:
@@ -76,72 +81,18 @@ class ModelRunner:
             self.loaded.layers, index_topk, self._max_tokens, self.cache, self.device
         )
 
-    def prefill(self, sequences: Rows[Sequence], first_slot: int, lengths: Rows[int]) -> torch.Tensor:
-        """Put the next `lengths[i]` tokens of `sequences[i]`, in slot `first_slot + i`, through the model.
+    def forward(self, first_slot: int, sequences: Rows[Sequence], lengths: Rows[int]) -> torch.Tensor:
+        """Put the next `lengths[i]` tokens of `sequences[i]`, in slot `first_slot + i`, through the model;
+        all lengths are equal unless `mixes_lengths`.
 
         Returns logits of each one's last token, `[len(sequences), vocab]`.
         """
-        columns = max(lengths)
-        tokens = torch.zeros(len(sequences), columns, dtype=torch.int64)
-        positions = torch.zeros_like(tokens)
-        for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
-            start, end = sequence.computed, sequence.computed + length
-            tokens[row, columns - length :] = torch.tensor(sequence.token_range(start, end))
-            positions[row, columns - length :] = torch.arange(start, end)
-        padded = min(lengths) < columns
-        count = torch.tensor(lengths)
-        row_of_token = torch.repeat_interleave(torch.arange(len(sequences)), count)
-        real = None
-        write_positions = positions.reshape(-1)
-        if padded:
-            column = torch.arange(columns)
-            real = (column[None] >= columns - count[:, None]).reshape(-1).nonzero()[:, 0]
-            write_positions = write_positions[real]
-        logits = self._forward(
-            ForwardStep(
-                cache=self.cache,
-                first_slot=first_slot,
-                num_slots=len(sequences),
-                input_ids=tokens.to(self.device),
-                positions=positions.to(self.device),
-                key_length=max(s.computed + n for s, n in zip(sequences, lengths, strict=True)),
-                real=None if real is None else real.to(self.device),
-                write_slots=(row_of_token + first_slot).to(self.device),
-                write_positions=write_positions.to(self.device),
-            )
-        )
-        for sequence, length in zip(sequences, lengths, strict=True):
-            sequence.computed += length
-        return logits
-
-    def decode(self, sequences: Rows[Sequence]) -> torch.Tensor:
-        """Put the last token of each sequence through; `sequences[i]` owns slot i. Returns `[len(sequences),
-        vocab]`.
-        """
-        computed = [sequence.computed for sequence in sequences]
-        # Through numpy, which reads a list several times faster than torch does.
-        inputs = np.array([[sequence.last_token for sequence in sequences], computed], dtype=np.int64)
-        tokens, positions = torch.from_numpy(inputs).to(self.device)
-        logits = self._forward(
-            ForwardStep(
-                cache=self.cache,
-                first_slot=0,
-                num_slots=len(sequences),
-                input_ids=tokens[:, None],
-                positions=positions[:, None],
-                key_length=max(computed) + 1,
-                real=None,
-                write_slots=self._slot_numbers[: len(sequences)],
-                write_positions=positions,
-            )
-        )
-        for sequence in sequences:
-            sequence.computed += 1
-        return logits
-
-    def _forward(self, step: ForwardStep) -> torch.Tensor:
+        step = self._step(first_slot, sequences, lengths)
         assert step.num_tokens <= self._max_tokens
-        kwargs = {"logits_to_keep": 1} if self._keeps_last_logits else {}
+        last = 1 if len(step.segments) == 1 else np.cumsum(lengths) - 1
+        kwargs = {}
+        if self._keeps_last_logits:
+            kwargs["logits_to_keep"] = last if isinstance(last, int) else torch.from_numpy(last).to(self.device)
         with torch.inference_mode():
             with running_step(step):
                 output = self.model(
@@ -153,4 +104,45 @@ class ModelRunner:
                 )
             for capture in self.captures.values():
                 capture.store(step)
+        for sequence, length in zip(sequences, lengths, strict=True):
+            sequence.computed += length
+        if isinstance(last, int):
             return output.logits[:, -1]
+        return output.logits[0] if self._keeps_last_logits else output.logits[0, last]
+
+    def _step(self, first_slot: int, sequences: Rows[Sequence], lengths: Rows[int]) -> ForwardStep:
+        tokens: list[int] = []
+        positions: list[int] = []
+        for sequence, length in zip(sequences, lengths, strict=True):
+            start = sequence.computed
+            if start + 1 == sequence.num_tokens:
+                tokens.append(sequence.last_token)
+                positions.append(start)
+            else:
+                tokens += sequence.token_range(start, start + length)
+                positions += range(start, start + length)
+        segments = _segments(first_slot, sequences, lengths)
+        shape = (1, -1) if len(segments) > 1 else (segments[0].num_slots, segments[0].columns)
+        slots = self._slot_numbers[first_slot : first_slot + len(sequences)]
+        if len(tokens) > len(sequences):
+            slots = slots.repeat_interleave(torch.tensor(lengths, device=self.device))
+        # Through numpy, which reads a list several times faster than torch does.
+        inputs = torch.from_numpy(np.array([tokens, positions], dtype=np.int64)).to(self.device)
+        return ForwardStep(
+            cache=self.cache,
+            segments=segments,
+            input_ids=inputs[0].view(shape),
+            positions=inputs[1].view(shape),
+            slots=slots,
+        )
+
+
+def _segments(first_slot: int, sequences: Rows[Sequence], lengths: Rows[int]) -> list[Segment]:
+    segments = []
+    start = 0
+    for columns, equal in groupby(lengths):
+        count = len(list(equal))
+        computed = max(sequence.computed for sequence in sequences[start : start + count])
+        segments.append(Segment(first_slot + start, count, columns, computed + columns))
+        start += count
+    return segments

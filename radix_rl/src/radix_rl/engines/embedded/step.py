@@ -1,41 +1,57 @@
 """`ForwardStep`: the tokens of one forward pass and where their results go."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
 from radix_rl.engines.embedded.kv_slots import SlotCache, SlotTensor
 
+_T = TypeVar("_T")
 _active = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Requests in neighbouring slots that put the same number of tokens through."""
+
+    first_slot: int
+    num_slots: int
+    columns: int
+    """Tokens of each request."""
+    key_length: int
+    """Keys that its attention sees: those of its longest request after the step."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_slots * self.columns
 
 
 @dataclass(kw_only=True)
 class ForwardStep:
-    """`num_slots` requests in neighbouring slots, S tokens each, padded on the left.
+    """T tokens of requests in neighbouring slots, segment after segment, request after request.
 
-    Left padding puts every request's last token in the last column, so that one index selects all logits.
+    The model gets one segment as `[num_slots, columns]`, several as one row `[1, T]`; `[b, S]` below.
     """
 
     cache: SlotCache
-    first_slot: int
-    num_slots: int
+    segments: Sequence[Segment]
     input_ids: torch.Tensor
-    """`[num_slots, S]` int64."""
+    """`[b, S]` int64."""
     positions: torch.Tensor
-    """`[num_slots, S]` int64; 0 where padded."""
-    key_length: int
-    """Keys that attention sees: the longest request after this step."""
-    real: torch.Tensor | None
-    """`[n]` int64, indices of real tokens in the flattened `[num_slots * S]`; None: there is no padding."""
-    write_slots: torch.Tensor
-    """`[n]` int64, slot of each real token."""
-    write_positions: torch.Tensor
-    """`[n]` int64."""
+    """`[b, S]` int64."""
+    slots: torch.Tensor
+    """`[T]` int64, each token's."""
+    key_length: int = field(init=False)
+    """The longest of the segments'."""
     _rows: dict[int, torch.Tensor] = field(default_factory=dict)
-    _masks: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _masks: dict[tuple[Any, ...], tuple[torch.Tensor, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.key_length = max(segment.key_length for segment in self.segments)
 
     @property
     def num_columns(self) -> int:
@@ -43,23 +59,37 @@ class ForwardStep:
 
     @property
     def num_tokens(self) -> int:
-        """Padding included."""
         return self.input_ids.numel()
 
     def store(self, tensor: SlotTensor, values: torch.Tensor) -> None:
-        """`values` `[num_slots * S, heads * width]` or a shape that reshapes to it; padding is left out."""
-        flat = values.reshape(self.num_tokens, tensor.heads * tensor.width)
-        if self.real is not None:
-            flat = flat[self.real]
+        """`values` `[T, heads * width]` or a shape that reshapes to it."""
         rows = self._rows.get(tensor.heads)
         if rows is None:
-            rows = self.cache.flat_rows(tensor.heads, self.write_slots, self.write_positions)
+            rows = self.cache.flat_rows(tensor.heads, self.slots, self.positions.reshape(-1))
             self._rows[tensor.heads] = rows
-        tensor.write(rows, flat.reshape(-1, tensor.width))
+        tensor.write(rows, values.reshape(-1, tensor.width))
 
     def keys(self, tensor: SlotTensor) -> torch.Tensor:
-        """View `[num_slots, heads, key_length, width]`."""
-        return tensor.slots[self.first_slot : self.first_slot + self.num_slots, :, : self.key_length]
+        """View `[slots, heads, key_length, width]` of the segment's slots, or of all if there are several
+        segments.
+        """
+        slots = tensor.slots
+        if len(self.segments) == 1:
+            (segment,) = self.segments
+            slots = slots[segment.first_slot : segment.first_slot + segment.num_slots]
+        return slots[:, :, : self.key_length]
+
+    def segment_masks(self, mask: torch.Tensor) -> list[torch.Tensor]:
+        """`[1, 1, T, key_length]` -> of each segment `[num_slots, 1, columns, its key_length]`."""
+
+        def split() -> list[torch.Tensor]:
+            parts = mask[0, 0].split([segment.num_tokens for segment in self.segments])
+            return [
+                part.view(segment.num_slots, 1, segment.columns, -1)[..., : segment.key_length]
+                for segment, part in zip(self.segments, parts, strict=True)
+            ]
+
+        return self._once(mask, ("segments",), split)
 
     def repeat_mask(self, mask: torch.Tensor, groups: int) -> torch.Tensor:
         """`[b, 1, S, L]` -> `[b, 1, groups * S, L]`; one row is left to broadcast."""
@@ -71,15 +101,15 @@ class ForwardStep:
             rows = mask.unsqueeze(2).expand(batch, 1, groups, columns, length)
             return rows.reshape(batch, 1, groups * columns, length)
 
-        return self._once(mask, groups, repeat)
+        return self._once(mask, ("rows", groups), repeat)
 
     def mask_of_heads(self, mask: torch.Tensor, heads: int) -> torch.Tensor:
         """`[b, 1, 1, L]` -> `[b * heads, 1, L]`."""
-        return self._once(mask, heads, lambda: mask.expand(-1, heads, -1, -1).flatten(0, 1))
+        return self._once(mask, ("heads", heads), lambda: mask.expand(-1, heads, -1, -1).flatten(0, 1))
 
-    def _once(self, mask: torch.Tensor, times: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `make` returns, made once a step for each mask and number of times."""
-        key = (id(mask), times)
+    def _once(self, mask: torch.Tensor, purpose: tuple[Any, ...], make: Callable[[], _T]) -> _T:
+        """What `make` returns, made once a step for each mask and purpose."""
+        key = (id(mask), *purpose)
         cached = self._masks.get(key)
         if cached is None:
             # The mask is kept too: its id must not pass to another tensor while the entry lives.

@@ -31,8 +31,8 @@ class StepCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`key_states` and `value_states` `[b, heads, S, width]`; returns `[b, heads, key_length, width]`
-        views.
+        """`key_states` and `value_states` `[b, heads, S, width]`; returns views
+        `[slots, heads, key_length, width]`, see `ForwardStep.keys`.
         """
         layer = self._tensors[layer_idx]
         assert layer.key is not None
@@ -50,7 +50,8 @@ class StepCache(Cache):
         return self._step.keys(tensor)[:, 0]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._step.key_length - self._step.num_columns
+        # Positions and masks come from the step; a row of several requests has no length of its own.
+        return max(self._step.key_length - self._step.num_columns, 0)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length(layer_idx)
