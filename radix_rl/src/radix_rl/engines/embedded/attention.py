@@ -45,14 +45,13 @@ def slot_mask(
     queries = positions[:, None, :, None]
     keys = torch.arange(step.key_length, device=positions.device)
     if mask_function is causal_mask_function:
-        visible = keys <= queries
+        hidden = keys > queries
     else:
         batch = torch.arange(len(positions), device=positions.device)[:, None, None, None]
         head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=positions.device)
-        visible = mask_function(batch, head, queries, keys[None, None, None])
+        hidden = ~mask_function(batch, head, queries, keys[None, None, None])
     dtype = kwargs.get("dtype") or torch.float32
-    shown, hidden = torch.tensor([0.0, float("-inf")], dtype=dtype, device=positions.device)
-    return torch.where(visible, shown, hidden)
+    return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
 
 
 def slot_attention(

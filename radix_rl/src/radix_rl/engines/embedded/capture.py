@@ -1,4 +1,6 @@
-"""`RowCapture`: what hooks on a model's routers or indexers saw in a step, stored beside keys and values."""
+"""`RowCapture`: what hooks on a model's routers or indexers saw, stored beside keys and values."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -7,8 +9,23 @@ from radix_rl.engines.embedded.kv_slots import SlotCache
 from radix_rl.engines.embedded.step import ForwardStep, active_step
 
 
+_KEPT_ELEMENTS = 1 << 16
+"""Steps are put into the slots together: one at a time costs a small model's step two percent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A step's choices, not yet in the slots."""
+
+    slots: torch.Tensor
+    """`[tokens]`."""
+    positions: torch.Tensor
+    choices: dict[int, torch.Tensor]
+    """By layer, `[tokens, top_k]`."""
+
+
 class RowCapture:
-    """One field's choices: `[tokens, layers, top_k]` of the current step, then rows of the slots.
+    """One field's choices: `[tokens, layers, top_k]` of the latest steps, then rows of the slots.
 
     Hooks call `record` while the engine's forward pass runs; calls outside an engine step are ignored, so the
     same model may be used elsewhere.
@@ -24,9 +41,14 @@ class RowCapture:
         # Rows of a layer that does not choose.
         self._absent = torch.full((max_tokens, top_k), -1, dtype=self._dtype, device=device)
         self._choices: dict[int, torch.Tensor] = {}
+        """Of the current step, by layer."""
+        self._kept: list[_Kept] = []
+        self._num_kept = 0
 
     def allocate(self, cache: SlotCache) -> None:
         self.slots = cache.add(1, self.layers * self.top_k, self._dtype)
+        self._cache = cache
+        cache.on_settle(self._settle)
 
     def record(self, layer: int, choices: torch.Tensor) -> None:
         """`choices` `[tokens, k]` (k may be below top_k: the rest is -1) of a step's tokens in the model's
@@ -41,14 +63,30 @@ class RowCapture:
 
     def store(self, step: ForwardStep) -> None:
         """Keep the step's rows with its tokens."""
-        absent = self._absent[: step.num_tokens]
-        # All layers at once: copying each as its hook sees it costs a step more than the model can spare.
-        rows = torch.stack([self._choices.get(layer, absent) for layer in range(self.layers)], dim=1)
-        self._choices.clear()
-        step.store(self.slots, rows.to(self._dtype))
+        self._kept.append(_Kept(step.slots, step.positions, self._choices))
+        self._choices = {}
+        self._num_kept += step.num_tokens * self.layers * self.top_k
+        if self._num_kept >= _KEPT_ELEMENTS:
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._kept:
+            return
+        rows = torch.stack([self._layer(layer) for layer in range(self.layers)], dim=1)
+        slots = torch.cat([kept.slots for kept in self._kept])
+        positions = torch.cat([kept.positions.view(-1) for kept in self._kept])
+        places = self._cache.flat_rows(1, slots, positions)
+        self.slots.write(places, rows.to(self._dtype).view(len(rows), -1))
+        self._kept.clear()
+        self._num_kept = 0
+
+    def _layer(self, layer: int) -> torch.Tensor:
+        """A layer's choices in the steps kept, `[tokens, top_k]`."""
+        return torch.cat([kept.choices.get(layer, self._absent[: len(kept.slots)]) for kept in self._kept])
 
     def read(self, slot: int, start: int, end: int) -> np.ndarray:
         """Copy of rows [start, end) of a slot: `[end - start, layers, top_k]` int32."""
+        self._cache.settle()
         # `copy`: int32 rows would else be a view of the slot, which the next request overwrites.
         rows = self.slots.read(slot, start, end)[0].to(torch.int32, copy=True)
         return rows.cpu().numpy().reshape(end - start, self.layers, self.top_k)

@@ -6,7 +6,7 @@ running request changes, the same memory is divided into slots of another stride
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -84,6 +84,7 @@ class SlotCache:
             round_up_tokens(capacity_tokens) if capacity_tokens % STRIDE_MULTIPLE == 0 else capacity_tokens
         )
         self.tensors: list[SlotTensor] = []
+        self._settlers: list[Callable[[], None]] = []
         self.allocated = True
         self.zero_vacated = False
         """True while some slot may hold non-finite values: attention multiplies masked positions by 0, so
@@ -96,6 +97,15 @@ class SlotCache:
         tensor.set_stride(self.stride)
         self.tensors.append(tensor)
         return tensor
+
+    def on_settle(self, settle: Callable[[], None]) -> None:
+        """`settle` writes what its owner has kept back from the slots."""
+        self._settlers.append(settle)
+
+    def settle(self) -> None:
+        """Have all written that belongs to the slots; before anything is read from them, moved or divided."""
+        for settle in self._settlers:
+            settle()
 
     @property
     def num_slots(self) -> int:
@@ -112,6 +122,7 @@ class SlotCache:
         """Change the stride, keeping the first `lengths[i]` tokens of slot i."""
         assert self.fits(len(lengths), stride)
         assert max(lengths, default=0) <= stride
+        self.settle()
         longest = max(lengths, default=0)
         for tensor in self.tensors:
             kept = tensor.slots[: len(lengths), :, :longest].clone() if longest else None
@@ -144,11 +155,13 @@ class SlotCache:
 
     def vacate(self, slot: int) -> None:
         """Nobody owns the slot any more."""
+        self.settle()
         if self.zero_vacated:
             for tensor in self.tensors:
                 tensor.slots[slot].zero_()
 
     def release(self) -> None:
+        self.settle()
         for tensor in self.tensors:
             tensor.release()
         self.allocated = False

@@ -88,6 +88,7 @@ class PrefixCache:
         added = self._take_places(min(len(tokens) - known, self.capacity_tokens), keep=node)
         if len(added) == 0:
             return
+        self._cache.settle()
         index = torch.from_numpy(added).to(self._cache.device)
         end = known + len(added)
         for tensor, pool in zip(self._cache.tensors, self._pools, strict=True):
