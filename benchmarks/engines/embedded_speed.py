@@ -23,7 +23,8 @@ from benchmarks.result import Result, at_least, at_most, shown
 from benchmarks.timing import median_ratio, take_turns
 
 CONCURRENCY = (1, 8, 32, 64)
-RAGGED_REQUESTS, RAGGED_CONCURRENCY = 128, 32
+GENERATE_CONCURRENCY = 32
+RAGGED_REQUESTS = 128
 ROUNDS, COST_ROUNDS = 3, 10
 """Each with a model and engines of its own: where memory happens to lie is worth several percent, and stays
 as it is for as long as a model lives.
@@ -46,7 +47,7 @@ def run() -> list[Result]:
     for _ in range(ROUNDS):
         model = tiny_model()
         with EngineRun(model, "inline", prefix_cache_tokens=0) as engine:
-            for measure in (beside_forward, beside_generate):
+            for measure in (equal_lengths, ragged_lengths):
                 extend(seconds, measure(model, engine))
     for number in range(COST_ROUNDS):
         extend(seconds, costs(tiny_model(), list(COSTS) if number % 2 == 0 else list(reversed(COSTS))))
@@ -58,17 +59,39 @@ def extend(seconds: Seconds, by: Seconds) -> None:
         seconds.setdefault(name, []).extend(values)
 
 
-def beside_forward(model: PreTrainedModel, engine: EngineRun) -> Seconds:
+def equal_lengths(model: PreTrainedModel, engine: EngineRun) -> Seconds:
+    """The engine beside the forward step at every concurrency, at one of them also beside `generate`."""
     seconds: Seconds = {}
     for count in CONCURRENCY:
-        seconds |= take_turns(
-            {
-                f"forward {count}": forward_steps(model, count),
-                f"engine {count}": lambda n=count: engine([NEW_TOKENS] * n),
-            },
-            repetitions=3,
-        )
+        cases = {
+            f"forward {count}": forward_steps(model, count),
+            f"engine {count}": partial(engine, [NEW_TOKENS] * count),
+        }
+        repetitions = 3
+        if count == GENERATE_CONCURRENCY:
+            input_ids = prompts(count)
+            cases[f"generate {count}"] = partial(transformers_generate, model, input_ids, NEW_TOKENS)
+            repetitions = 8
+        seconds |= take_turns(cases, repetitions=repetitions)
     return seconds
+
+
+def ragged_lengths(model: PreTrainedModel, engine: EngineRun) -> Seconds:
+    """`generate` runs every row of its batch to the end of the longest, and the next batch after that."""
+    count = GENERATE_CONCURRENCY
+    lengths = np.random.default_rng(0).integers(16, 257, RAGGED_REQUESTS).tolist()
+    batches = [lengths[start : start + count] for start in range(0, RAGGED_REQUESTS, count)]
+    input_ids = prompts(count)
+
+    def generate() -> None:
+        for batch in batches:
+            transformers_generate(model, input_ids, max(batch))
+
+    cases = {
+        "engine, ragged": partial(engine, lengths, concurrency=count),
+        "generate, ragged": generate,
+    }
+    return take_turns(cases, repetitions=1, warm_up=False)
 
 
 def costs(model: PreTrainedModel, order: list[str]) -> Seconds:
@@ -83,36 +106,7 @@ def costs(model: PreTrainedModel, order: list[str]) -> Seconds:
             run = EngineRun(model, outputs, prefix_cache_tokens=prefix_cache_tokens)
             engines[name] = stack.enter_context(run)
         cases = {name: partial(engine, lengths) for name, engine in engines.items()}
-        return take_turns(cases, repetitions=2)
-
-
-def beside_generate(model: PreTrainedModel, engine: EngineRun) -> Seconds:
-    """`generate` runs every row of its batch to the end of the longest, and the next batch after that."""
-    count = RAGGED_CONCURRENCY
-    lengths = np.random.default_rng(0).integers(16, 257, RAGGED_REQUESTS).tolist()
-    batches = [lengths[start : start + count] for start in range(0, RAGGED_REQUESTS, count)]
-    input_ids = prompts(count)
-
-    def generate_ragged() -> None:
-        for batch in batches:
-            transformers_generate(model, input_ids, max(batch))
-
-    equal = take_turns(
-        {
-            "engine, equal": lambda: engine([NEW_TOKENS] * count),
-            "generate, equal": lambda: transformers_generate(model, input_ids, NEW_TOKENS),
-        },
-        repetitions=3,
-    )
-    ragged = take_turns(
-        {
-            "engine, ragged": lambda: engine(lengths, concurrency=count),
-            "generate, ragged": generate_ragged,
-        },
-        repetitions=1,
-        warm_up=False,
-    )
-    return equal | ragged
+        return take_turns(cases, repetitions=3)
 
 
 def results(seconds: Seconds) -> list[Result]:
@@ -132,10 +126,10 @@ def results(seconds: Seconds) -> list[Result]:
         found.append(at_most(f"embedded engine: cost of {name} at 32", cost, "ratio", bar))
     cost = ratio("prefixes", "capture") - 1
     found.append(shown("embedded engine: cost of a prefix cache, prompts of 16 tokens, at 32", cost, "ratio"))
-    for name, kind, bar in (
-        (f"equal lengths at {RAGGED_CONCURRENCY}", "equal", 1.2),
-        (f"{RAGGED_REQUESTS} answers of 16 to 256 at {RAGGED_CONCURRENCY}", "ragged", 2.0),
+    count = GENERATE_CONCURRENCY
+    for name, of, over, bar in (
+        (f"equal lengths at {count}", f"generate {count}", f"engine {count}", 1.2),
+        (f"{RAGGED_REQUESTS} answers of 16 to 256 at {count}", "generate, ragged", "engine, ragged", 2.0),
     ):
-        speed = ratio(f"generate, {kind}", f"engine, {kind}")
-        found.append(at_least(f"embedded engine / generate: {name}", speed, "x", bar))
+        found.append(at_least(f"embedded engine / generate: {name}", ratio(of, over), "x", bar))
     return found

@@ -7,9 +7,11 @@ import time
 import numpy as np
 import pytest
 
+from radix_engine_plugins import put_queue
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_transfer_plugins import TokenOutputStash
-from radix_transfer_plugins.errors import StoreFullError
+from radix_transfer_plugins.codecs.narrow import NarrowCodec
+from radix_transfer_plugins.errors import CodecError, StoreFullError, StoreUnavailableError
 
 
 @pytest.fixture
@@ -23,6 +25,12 @@ async def writer(gated_store):
     yield writer
     gated_store.gate.set()
     await writer.close()
+
+
+@pytest.fixture
+def one_put_a_turn(monkeypatch):
+    """As with stashes of a megabyte and more."""
+    monkeypatch.setattr(put_queue, "TOGETHER_BYTES", 1)
 
 
 async def _put_started(store):
@@ -44,7 +52,7 @@ async def test_a_written_object_belongs_to_the_caller_until_discarded(writer, ga
     assert writer.metrics.discards._value.get() == 1
 
 
-async def test_puts_are_bounded_and_the_event_loop_stays_free(writer, gated_store, stash):
+async def test_puts_are_bounded_and_the_event_loop_stays_free(writer, gated_store, stash, one_put_a_turn):
     gated_store.gate.clear()
     writes = [asyncio.create_task(writer.write(stash)) for _ in range(10)]
     await _put_started(gated_store)
@@ -73,7 +81,93 @@ async def test_a_failed_put_raises_and_is_counted(writer, gated_store, stash):
     assert writer.metrics.puts._value.get() == 1
 
 
-async def test_cancelled_before_its_turn_it_never_starts(writer, gated_store, stash):
+async def test_what_waits_is_put_together(writer, gated_store, stash):
+    gated_store.gate.clear()
+    first = asyncio.create_task(writer.write(stash))
+    second = asyncio.create_task(writer.write(stash, {"routed_experts": 1}))
+    await _put_started(gated_store)
+    rest = [asyncio.create_task(writer.write(stash, {"routed_experts": i})) for i in range(2, 40)]
+    cancelled = asyncio.create_task(writer.write(stash))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    gated_store.gate.set()
+    refs = await asyncio.gather(first, second, *rest)
+    await writer.close()
+
+    assert gated_store.num_puts < 10
+    assert [ref.fields["routed_experts"].start_row for ref in refs] == list(range(40))
+    assert gated_store.objects == {ref.key for ref in refs}
+    assert writer.metrics.puts._value.get() == 40
+    assert writer.metrics.pending_puts._value.get() == 0
+
+
+async def test_large_stashes_are_put_by_all_threads(writer, gated_store):
+    large = TokenOutputStash(routed_experts=np.zeros((1 << 17, 1, 2), np.int32))
+    gated_store.gate.clear()
+    writes = [asyncio.create_task(writer.write(large)) for _ in range(4)]
+    for _ in range(2):
+        await _put_started(gated_store)
+    gated_store.gate.set()
+    await asyncio.gather(*writes)
+    assert gated_store.most_running == 2
+    assert gated_store.num_puts == 4
+
+
+async def test_one_that_the_store_refuses_fails_alone(writer, gated_store, stash):
+    gated_store._codecs["routed_experts"] = NarrowCodec(8)
+    bad = TokenOutputStash(routed_experts=np.full((1, 1, 2), 9, np.int32))
+    gated_store.gate.clear()
+    writes = [asyncio.create_task(writer.write(bad if i == 7 else stash)) for i in range(20)]
+    await _put_started(gated_store)
+    gated_store.gate.set()
+    results = await asyncio.gather(*writes, return_exceptions=True)
+    await writer.close()
+
+    assert [i for i, result in enumerate(results) if isinstance(result, CodecError)] == [7]
+    assert gated_store.objects == {ref.key for i, ref in enumerate(results) if i != 7}
+    assert writer.metrics.put_failures._value.get() == 1
+    assert writer.metrics.puts._value.get() == 19
+    assert writer.metrics.pending_puts._value.get() == 0
+
+
+async def test_a_store_that_is_down_is_asked_once_for_all_that_wait(writer, gated_store, stash):
+    gated_store.put_error = StoreUnavailableError("down")
+    gated_store.gate.clear()
+    writes = [asyncio.create_task(writer.write(stash)) for _ in range(20)]
+    await _put_started(gated_store)
+    gated_store.gate.set()
+    results = await asyncio.gather(*writes, return_exceptions=True)
+
+    assert all(isinstance(result, StoreUnavailableError) for result in results)
+    assert gated_store.num_puts < 10
+    assert writer.metrics.put_failures._value.get() == 20
+
+
+async def test_cancelled_while_each_is_put_again_alone_nothing_is_left(
+    writer, gated_store, stash, monkeypatch
+):
+    put_many = gated_store.put_many
+
+    def refuse_company(stashes, **options):
+        if len(stashes) > 1:
+            raise StoreFullError("needs 16 bytes, 8 free")
+        return put_many(stashes, **options)
+
+    monkeypatch.setattr(gated_store, "put_many", refuse_company)
+    gated_store.gate.clear()
+    writes = [asyncio.create_task(writer.write(stash)) for _ in range(8)]
+    for _ in range(2):
+        await _put_started(gated_store)
+    for write in writes[:4]:
+        write.cancel()
+    gated_store.gate.set()
+    results = await asyncio.gather(*writes, return_exceptions=True)
+    await writer.close()
+    assert gated_store.objects == {ref.key for ref in results[4:]}
+    assert writer.metrics.pending_puts._value.get() == 0
+
+
+async def test_cancelled_before_its_turn_it_never_starts(writer, gated_store, stash, one_put_a_turn):
     gated_store.gate.clear()
     running = [asyncio.create_task(writer.write(stash)) for _ in range(2)]
     await _put_started(gated_store)

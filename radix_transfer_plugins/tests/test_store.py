@@ -18,6 +18,7 @@ from radix_transfer_plugins import (
     create_backend,
     token_output_codecs,
 )
+from radix_transfer_plugins import store as store_module
 from radix_transfer_plugins.codecs.narrow import NarrowCodec
 from radix_transfer_plugins.codecs.raw import RawCodec
 from radix_transfer_plugins.errors import (
@@ -123,12 +124,34 @@ def test_codecs_follow_field_and_model(backend):
     assert token_output_codecs(num_experts=70_000) == {}
 
 
-def test_one_backend_call_a_stash_and_one_key_a_field(store, backend):
+@pytest.fixture
+def one_call_a_stash(monkeypatch):
+    """As with stashes of a megabyte and more."""
+    monkeypatch.setattr(store_module, "_SHARED_CALL_BYTES", 1)
+
+
+def test_one_backend_call_a_stash_and_one_key_a_field(store, backend, one_call_a_stash):
     stash = TokenOutputStash(routed_experts=rows_of(2), sampling_mask_lengths=np.zeros(1, np.int32))
     refs = store.put_many([stash, stash])
     assert backend.put_calls == [
         [f"{ref.key}/routed_experts", f"{ref.key}/sampling_mask_lengths"] for ref in refs
     ]
+
+
+def test_small_stashes_share_backend_calls(store, backend, monkeypatch):
+    monkeypatch.setattr(store_module, "_SHARED_CALL_BYTES", 2 * rows_of(3).nbytes)
+    refs = put(store, *[rows_of(3)] * 5)
+    keys = [f"{ref.key}/routed_experts" for ref in refs]
+    assert backend.put_calls == [keys[:2], keys[2:4], keys[4:]]
+    assert len(read_experts(store, [(ref, ["routed_experts"]) for ref in refs])) == 5
+
+
+def test_a_shared_call_that_fails_leaves_nothing_of_the_list(store, backend, monkeypatch):
+    monkeypatch.setattr(store_module, "_SHARED_CALL_BYTES", 2 * rows_of(3).nbytes)
+    backend.fail_put_number = 2
+    with pytest.raises(StoreUnavailableError, match="down"):
+        put(store, *[rows_of(3)] * 5)
+    assert list(store.list_objects()) == []
 
 
 def test_keys_are_below_the_prefix_and_never_the_same_in_another_store_or_thread(backend):
@@ -143,7 +166,7 @@ def test_keys_are_below_the_prefix_and_never_the_same_in_another_store_or_thread
 # All or nothing
 
 
-def test_a_put_that_fails_leaves_nothing_of_the_whole_list(store, backend):
+def test_a_put_that_fails_leaves_nothing_of_the_whole_list(store, backend, one_call_a_stash):
     backend.fail_put_number = 3
     with pytest.raises(StoreUnavailableError, match="down"):
         put(store, rows_of(1), rows_of(2), rows_of(3), rows_of(4))
@@ -151,7 +174,7 @@ def test_a_put_that_fails_leaves_nothing_of_the_whole_list(store, backend):
     assert len(backend.put_calls) == 3
 
 
-def test_an_interrupt_in_the_middle_of_a_put_leaves_nothing(store, backend):
+def test_an_interrupt_in_the_middle_of_a_put_leaves_nothing(store, backend, one_call_a_stash):
     backend.fail_put_number = 2
     backend.failure = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -166,7 +189,7 @@ def test_a_stash_that_cannot_be_encoded_leaves_nothing_of_the_list(backend):
     assert list(store.list_objects()) == []
 
 
-def test_a_full_store_fails_the_list_and_leaves_nothing(make_backend):
+def test_a_full_store_fails_the_list_and_leaves_nothing(make_backend, one_call_a_stash):
     backend = make_backend(capacity_bytes=200)
     store = OutputStore(backend)
     with pytest.raises(StoreFullError, match="need 96 bytes, used 192, free 8, capacity 200"):
@@ -174,7 +197,7 @@ def test_a_full_store_fails_the_list_and_leaves_nothing(make_backend):
     assert backend.stats().used_bytes == 0
 
 
-def test_cleaning_up_that_fails_is_told_beside_the_first_error(store, backend, monkeypatch):
+def test_cleaning_up_that_fails_is_told_beside_the_first_error(store, backend, monkeypatch, one_call_a_stash):
     backend.fail_put_number = 2
 
     def refuse(keys):

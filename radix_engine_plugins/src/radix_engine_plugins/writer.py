@@ -9,13 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 
 from radix_engine_plugins.metrics import OutputStoreMetrics, own_metrics
+from radix_engine_plugins.put_queue import Put, PutQueue
 from radix_transfer_plugins import OutputStore, StoreRef
+from radix_transfer_plugins.errors import StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
 
 class OutputStoreWriter:
-    """Bounded number of concurrent puts on threads of its own; nothing here blocks the event loop.
+    """Bounded number of concurrent puts on threads of its own, small ones together; nothing here blocks the
+    event loop.
 
     Ownership: `write` returned a reference -> the caller owns the object and calls `discard` if the
     reference never reaches its client. `write` raised or was cancelled, at any moment -> the writer removes
@@ -35,7 +38,7 @@ class OutputStoreWriter:
             raise ValueError(f"max_concurrent_puts: expected 1 or more, got {max_concurrent_puts!r}")
         self.metrics = metrics if metrics is not None else own_metrics()
         self._store = store
-        self._put_threads = ThreadPoolExecutor(max_concurrent_puts, thread_name_prefix="output-store-put")
+        self._puts = PutQueue(self._put_all, max_concurrent_puts)
         # Deletes have a thread of their own: a put that waits for room must never keep the delete that
         # makes room waiting.
         self._delete_thread = ThreadPoolExecutor(1, thread_name_prefix="output-store-delete")
@@ -45,21 +48,19 @@ class OutputStoreWriter:
 
         RuntimeError after `close`.
         """
+        loop = asyncio.get_running_loop()
+        put = Put(stash=stash, start_rows=dict(start_rows or {}), loop=loop, ended=loop.create_future())
+        self._puts.add(put)
         self.metrics.pending_puts.inc()
+        put.result.add_done_callback(lambda _: self.metrics.pending_puts.dec())
         try:
-            put = self._put_threads.submit(self._put, stash, start_rows)
-        except RuntimeError:
-            self.metrics.pending_puts.dec()
-            raise RuntimeError("the output store writer is closed; no further put is accepted") from None
-        put.add_done_callback(lambda _: self.metrics.pending_puts.dec())
-        try:
-            return await asyncio.wrap_future(put)
+            await put.ended
+            return put.result.result()
         except BaseException:
-            # Covers cancellation before the put started (it never will), while it runs and after it
-            # ended, and a
-            # coroutine that is closed because its loop goes away.
-            if not put.cancel():
-                put.add_done_callback(self._discard_result)
+            # Covers cancellation before the put started (it never will), while it runs and after it ended,
+            # and a coroutine that is closed because its loop goes away.
+            if not put.result.cancel():
+                put.result.add_done_callback(self._discard_result)
             raise
 
     def discard(self, refs: Sequence[StoreRef]) -> None:
@@ -81,21 +82,31 @@ class OutputStoreWriter:
 
     def _close(self) -> None:
         # The order matters: the last puts may still hand deletes over, from their own threads.
-        self._put_threads.shutdown(wait=True)
+        self._puts.close()
         self._delete_thread.shutdown(wait=True)
         self._store.close()
 
-    def _put(self, stash: msgspec.Struct, start_rows: Mapping[str, int] | None) -> StoreRef:
+    def _put_all(self, puts: Sequence[Put]) -> None:
         start_s = time.perf_counter()
         try:
-            (ref,) = self._store.put_many([stash], start_rows=[dict(start_rows or {})])
-        except BaseException:
-            self.metrics.put_failures.inc()
-            raise
-        self.metrics.puts.inc()
-        self.metrics.put_bytes.inc(sum(spec.stored_bytes for spec in ref.fields.values()))
-        self.metrics.put_seconds.observe(time.perf_counter() - start_s)
-        return ref
+            refs = self._store.put_many(
+                [put.stash for put in puts], start_rows=[put.start_rows for put in puts]
+            )
+        except BaseException as error:
+            if len(puts) > 1 and not isinstance(error, StoreUnavailableError):
+                # One that the store refuses must not fail the others.
+                self._puts.put_alone(puts)
+                return
+            self.metrics.put_failures.inc(len(puts))
+            for put in puts:
+                put.result.set_exception(error)
+            return
+        self.metrics.puts.inc(len(puts))
+        self.metrics.put_bytes.inc(sum(spec.stored_bytes for ref in refs for spec in ref.fields.values()))
+        seconds = time.perf_counter() - start_s
+        for put, ref in zip(puts, refs, strict=True):
+            self.metrics.put_seconds.observe(seconds)
+            put.result.set_result(ref)
 
     def _discard_result(self, put: "Future[StoreRef]") -> None:
         if not put.cancelled() and put.exception() is None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from radix_transfer_plugins.backends.base import Backend, ObjectInfo
 from radix_transfer_plugins.buffers import byte_view, checksum_of
-from radix_transfer_plugins.codecs.base import Buffer, Codec
+from radix_transfer_plugins.codecs.base import Codec
 from radix_transfer_plugins.codecs.raw import RawCodec
 from radix_transfer_plugins.errors import (
     CodecError,
@@ -42,6 +42,9 @@ StashT = TypeVar("StashT", bound=msgspec.Struct)
 
 DEFAULT_MAX_ARRAY_BYTES = 64 << 30
 """A whole indexer field of 128k tokens is below it, what a few forged bytes may claim is far above."""
+
+_SHARED_CALL_BYTES = 1 << 20
+"""Encoded stashes go to the backend together until they have so many bytes."""
 
 
 class StoreStats(msgspec.Struct, kw_only=True):
@@ -95,8 +98,8 @@ class OutputStore:
         *,
         start_rows: Sequence[Mapping[str, int]] | None = None,
     ) -> list[StoreRef]:
-        """Store each stash with one backend call, all or nothing for the whole list; None fields are not
-        stored.
+        """Store each stash with one backend call, which small ones share; all or nothing for the whole list.
+        None fields are not stored.
 
         `start_rows[i]` gives the absolute first row of fields of stash i (default 0). When this returns, the
         data can be read by every client of the store. The arrays may be changed afterwards. Raises
@@ -109,8 +112,16 @@ class OutputStore:
         began = time.perf_counter()
         refs: list[StoreRef] = []
         try:
-            for index, stash in enumerate(stashes):
-                self._put(stash, start_rows[index] if start_rows else {}, refs)
+            for group, items in self._encoded(stashes, start_rows):
+                # Before their put: an interrupt right after it must find the references, and deleting absent
+                # keys is harmless.
+                refs += group
+                try:
+                    if items:
+                        self.backend.put_batch(items)
+                except OutputStoreError:
+                    del refs[-len(group) :]
+                    raise
         except BaseException as error:
             self._undo(refs, error)
             raise
@@ -197,8 +208,26 @@ class OutputStore:
         """Close the backend; stored objects stay. Idempotent."""
         self.backend.close()
 
-    def _put(self, stash: msgspec.Struct, start_rows: Mapping[str, int], refs: list[StoreRef]) -> None:
-        """Store one stash and append its reference to `refs`; nothing is left of it if this raises."""
+    def _encoded(
+        self, stashes: Sequence[msgspec.Struct], start_rows: Sequence[Mapping[str, int]] | None
+    ) -> Iterator[tuple[list[StoreRef], list[tuple[str, memoryview]]]]:
+        """References and items of one backend call after the other."""
+        refs: list[StoreRef] = []
+        items: list[tuple[str, memoryview]] = []
+        num_bytes = 0
+        for index, stash in enumerate(stashes):
+            ref, encoded = self._encode_stash(stash, start_rows[index] if start_rows else {})
+            refs.append(ref)
+            items += encoded
+            num_bytes += sum(len(data) for _, data in encoded)
+            if num_bytes >= _SHARED_CALL_BYTES or index + 1 == len(stashes):
+                yield refs, items
+                refs, items, num_bytes = [], [], 0
+
+    def _encode_stash(
+        self, stash: msgspec.Struct, start_rows: Mapping[str, int]
+    ) -> tuple[StoreRef, list[tuple[str, memoryview]]]:
+        """Its reference, and what is to be stored under which keys."""
         arrays = _arrays_of(stash)
         unknown = [name for name in start_rows if name not in arrays]
         if unknown:
@@ -207,21 +236,12 @@ class OutputStore:
             )
         key = self._keys.next()
         specs: dict[str, FieldSpec] = {}
-        items: list[tuple[str, Buffer]] = []
+        items: list[tuple[str, memoryview]] = []
         for name, array in arrays.items():
             if array is not None:
                 specs[name], data = self._encode(name, array, start_rows.get(name, 0))
                 items.append((f"{key}/{name}", data))
-        ref = StoreRef(backend=self.backend.name, key=key, fields=specs)
-        # Before the put: an interrupt right after it must find the reference, and deleting absent keys is
-        # harmless.
-        refs.append(ref)
-        try:
-            if items:
-                self.backend.put_batch(items)
-        except OutputStoreError:
-            refs.pop()
-            raise
+        return StoreRef(backend=self.backend.name, key=key, fields=specs), items
 
     def _encode(self, name: str, array: np.ndarray, start_row: int) -> tuple[FieldSpec, memoryview]:
         codec = self._codecs.get(name, self._raw)

@@ -8,7 +8,6 @@ import torch
 from radix_rl.engines.embedded.kv_slots import SlotCache
 from radix_rl.engines.embedded.step import ForwardStep, active_step
 
-
 _KEPT_ELEMENTS = 1 << 16
 """Steps are put into the slots together: one at a time costs a small model's step two percent."""
 

@@ -1,10 +1,9 @@
 """`EmbeddedEngine`: the engine that runs inside this process, on PyTorch and transformers."""
 
 import asyncio
-import contextlib
 import itertools
-import logging
 from collections.abc import AsyncIterator, Callable, Collection
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +14,7 @@ from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, Memory
 from radix_rl.engines.embedded.build import build_core, build_writer, describe_model
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
 from radix_rl.engines.embedded.core import EngineCore
+from radix_rl.engines.embedded.outbox import Outbox
 from radix_rl.engines.embedded.outputs import build_output
 from radix_rl.engines.embedded.sequence import Sequence
 from radix_rl.engines.embedded.stats import EngineStats
@@ -24,8 +24,6 @@ from radix_rl.engines.embedded.worker import Worker
 from radix_rl.errors import ConfigurationError, EngineDeadError, EngineStateError
 from radix_rl.types import GenerateOutput, GenerateRequest, PartialOutput, VersionSpan
 from radix_rl.weights.bucket import WeightBucket
-
-logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _ALL_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
@@ -55,6 +53,7 @@ class EmbeddedEngine(Engine):
         self._writer: OutputStoreWriter | None = None
         self._limits: RequestLimits | None = None
         self._core: EngineCore | None = None
+        self._outbox = Outbox()
         self._drawn_seeds = itertools.count()
 
     @property
@@ -75,7 +74,9 @@ class EmbeddedEngine(Engine):
             raise EngineStateError("the engine was started already")
         self._writer = await self._connect_writer()
         model, self._model = self._model, None
-        self._worker = Worker(lambda: build_core(self.config, model, self.tokenizer), self.config.num_threads)
+        self._worker = Worker(
+            lambda: build_core(self.config, model, self.tokenizer), self.config.num_threads, self._outbox
+        )
         self._worker.start()
         try:
             core = await asyncio.wrap_future(self._worker.ready)
@@ -134,9 +135,7 @@ class EmbeddedEngine(Engine):
         news = asyncio.Event()
 
         def on_tokens(_sequence: Sequence) -> None:
-            # A loop that was closed ends nobody else's requests; `on_finish` tells of it.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(news.set)
+            self._outbox.add(loop, news.set)
 
         sequence = self._sequence(request, done, on_tokens)
         done.add_done_callback(lambda _: news.set())
@@ -190,10 +189,7 @@ class EmbeddedEngine(Engine):
                 done.set_result(sequence)
 
         def on_finish(sequence: Sequence) -> None:
-            try:
-                loop.call_soon_threadsafe(resolve, sequence)
-            except RuntimeError:
-                logger.warning("request %s ended after its event loop was closed", request.request_id)
+            self._outbox.add(loop, partial(resolve, sequence))
 
         params = request.sampling
         stops = frozenset() if params.ignore_eos else self._end_token_ids | frozenset(params.stop_token_ids)

@@ -89,10 +89,9 @@ class ModelRunner:
         """
         step = self._step(first_slot, sequences, lengths)
         assert step.num_tokens <= self._max_tokens
-        last = 1 if len(step.segments) == 1 else np.cumsum(lengths) - 1
-        kwargs = {}
-        if self._keeps_last_logits:
-            kwargs["logits_to_keep"] = last if isinstance(last, int) else torch.from_numpy(last).to(self.device)
+        # Of a row of several segments the tokens that end a request; of one segment the last column.
+        last = torch.from_numpy(np.cumsum(lengths) - 1).to(self.device) if len(step.segments) > 1 else None
+        kwargs = {"logits_to_keep": 1 if last is None else last} if self._keeps_last_logits else {}
         with torch.inference_mode():
             with running_step(step):
                 output = self.model(
@@ -106,7 +105,7 @@ class ModelRunner:
                 capture.store(step)
         for sequence, length in zip(sequences, lengths, strict=True):
             sequence.computed += length
-        if isinstance(last, int):
+        if last is None:
             return output.logits[:, -1]
         return output.logits[0] if self._keeps_last_logits else output.logits[0, last]
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from radix_rl.engines.embedded.core import EngineCore
+from radix_rl.engines.embedded.outbox import Outbox
 from radix_rl.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -21,9 +22,12 @@ _Call = tuple[Callable[[EngineCore], Any], Future[Any]]
 
 
 class Worker:
-    def __init__(self, make_core: Callable[[], EngineCore], num_threads: int | None) -> None:
-        """`make_core` runs on the new thread, since loading a model may take minutes."""
+    def __init__(self, make_core: Callable[[], EngineCore], num_threads: int | None, outbox: Outbox) -> None:
+        """`make_core` runs on the new thread, since loading a model may take minutes. What requests put into
+        `outbox` is sent after each step and call.
+        """
         self._make_core = make_core
+        self._outbox = outbox
         self._num_threads = num_threads
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -79,6 +83,7 @@ class Worker:
             while self._serve_calls(core):
                 if core.can_step:
                     core.step()
+                    self._outbox.send()
         except BaseException as error:
             if core is None:
                 self._end(None, error)
@@ -104,8 +109,11 @@ class Worker:
             try:
                 result = function(core)
             except Exception as error:
+                self._outbox.send()
                 future.set_exception(error)
             else:
+                # First, so that whoever waits for an abort finds that the aborted have ended.
+                self._outbox.send()
                 future.set_result(result)
 
     def _end(self, core: EngineCore | None, error: BaseException | None) -> None:
@@ -124,3 +132,4 @@ class Worker:
                 item[1].set_exception(reason)
         if core is not None:
             core.fail_all(reason)
+        self._outbox.send()
