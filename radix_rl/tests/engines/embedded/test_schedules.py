@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -55,7 +56,22 @@ def sparse_moe() -> tf.PreTrainedModel:
     return model.eval()
 
 
-CAPTURE_ALL = {"return_routed_experts": True, "return_indexer_topk": True, "return_sampling_mask": True}
+@pytest.fixture(params=["indexers", "mixed steps"])
+def model(request) -> tf.PreTrainedModel:
+    """Of a model without indexers, prompts of any length run in the steps of those that decode."""
+    return request.getfixturevalue("sparse_moe" if request.param == "indexers" else "qwen3_moe")
+
+
+@pytest.fixture
+def engine_of_all(model, engine_of):
+    """Engines that capture all there is."""
+    return partial(engine_of, model, enable_return_indexer_topk=_has_indexers(model))
+
+
+def _has_indexers(model: tf.PreTrainedModel) -> bool:
+    return hasattr(model.config, "index_topk")
+
+
 SAMPLING = (
     {"top_p": 0.8},
     {"top_k": 5, "temperature": 1.2},
@@ -67,8 +83,8 @@ SAMPLING = (
 
 
 @pytest.fixture
-def requests(prompt, request_of) -> list[GenerateRequest]:
-    """Seven of unequal length; every other one begins with the same 40 tokens."""
+def requests(model, prompt, request_of) -> list[GenerateRequest]:
+    """Seven of unequal length that ask for all there is; every other one begins with the same 40 tokens."""
     shared = prompt(40, 99)
     return [
         request_of(
@@ -77,7 +93,9 @@ def requests(prompt, request_of) -> list[GenerateRequest]:
             max_new_tokens=12 + i,
             seed=i,
             sampling_logprobs_mode="support" if i % 3 else "selected",
-            **CAPTURE_ALL,
+            return_routed_experts=True,
+            return_indexer_topk=_has_indexers(model),
+            return_sampling_mask=True,
             **SAMPLING[i % len(SAMPLING)],
         )
         for i in range(7)
@@ -102,7 +120,8 @@ def check_everything(check_against) -> Callable[..., None]:
             logits = model(input_ids=ids).logits[0].float()
         for handle in handles:
             handle.remove()
-        _check_indexer(output, kept)
+        if kept:
+            _check_indexer(output, kept)
         _check_mask(request, output, logits[len(request.input_ids) - 1 : -1])
 
     return check
@@ -148,13 +167,11 @@ async def _until_tokens(engine, count: int) -> None:
 
 @pytest.mark.parametrize("disturbance", ["retract", "in_place"])
 async def test_all_outputs_equal_one_forward_and_seeded_tokens_those_of_a_request_alone(
-    sparse_moe, engine_of, requests, check_everything, disturbance
+    model, engine_of_all, requests, check_everything, disturbance
 ):
-    async with engine_of(sparse_moe, enable_return_indexer_topk=True) as engine:
+    async with engine_of_all() as engine:
         alone = [await engine.generate(request) for request in requests]
-    async with engine_of(
-        sparse_moe, enable_return_indexer_topk=True, prefix_cache_tokens=400, chunked_prefill_tokens=16
-    ) as engine:
+    async with engine_of_all(prefix_cache_tokens=400, chunked_prefill_tokens=16) as engine:
         running = [asyncio.create_task(engine.generate(request)) for request in requests]
         for pause in range(4):
             await _until_tokens(engine, 10 + 20 * pause)
@@ -169,12 +186,12 @@ async def test_all_outputs_equal_one_forward_and_seeded_tokens_those_of_a_reques
     assert sum(output.cached_tokens for output in again) > 200
     for request, output, repeated, expected in zip(requests, outputs, again, alone, strict=True):
         assert output.output_ids == repeated.output_ids == expected.output_ids
-        check_everything(sparse_moe, request, output)
-        check_everything(sparse_moe, request, repeated)
+        check_everything(model, request, output)
+        check_everything(model, request, repeated)
 
 
 async def test_aborted_and_continued_outputs_join_to_those_of_one_forward(
-    sparse_moe, engine_of, requests, check_everything
+    model, engine_of_all, requests, check_everything
 ):
     def rest_of(request: GenerateRequest, output: GenerateOutput) -> GenerateRequest:
         ids = (*request.input_ids, *output.output_ids)
@@ -187,9 +204,7 @@ async def test_aborted_and_continued_outputs_join_to_those_of_one_forward(
         )
 
     num_continued = 0
-    async with engine_of(
-        sparse_moe, enable_return_indexer_topk=True, prefix_cache_tokens=400, chunked_prefill_tokens=16
-    ) as engine:
+    async with engine_of_all(prefix_cache_tokens=400, chunked_prefill_tokens=16) as engine:
         alone = [await engine.generate(request) for request in requests]
         await engine.flush_cache()
         started = (await engine.stats()).generated_tokens
@@ -198,14 +213,14 @@ async def test_aborted_and_continued_outputs_join_to_those_of_one_forward(
         await engine.abort()
         for request, expected, cut in zip(requests, alone, await asyncio.gather(*running), strict=True):
             if cut.output_ids:
-                check_everything(sparse_moe, request, cut)
+                check_everything(model, request, cut)
             else:
                 assert cut.outputs is None
             if cut.finish_reason.type != "abort":
                 continue
             continued = rest_of(request, cut)
             rest = await engine.generate(continued)
-            check_everything(sparse_moe, continued, rest)
+            check_everything(model, continued, rest)
             assert (*cut.output_ids, *rest.output_ids) == expected.output_ids
             rows = sum(len(o.outputs.routed_experts) for o in (cut, rest) if o.outputs is not None)
             assert rows == len(request.input_ids) + len(expected.output_ids) - 1
@@ -251,6 +266,35 @@ async def test_more_requests_than_a_chunk_has_tokens_decode_together(
         for request, task in zip(requests, running, strict=True):
             check_against(qwen3_moe, request, await task)
     assert most == 24
+
+
+async def test_prompts_share_the_forward_passes_of_those_that_decode(
+    model, engine_of_all, prompt, request_of, check_against
+):
+    requests = [
+        request_of(str(i), prompt(3 + 4 * i, i), max_new_tokens=20, seed=i, return_routed_experts=True)
+        for i in range(6)
+    ]
+    shapes: list[tuple[int, ...]] = []
+    async with engine_of_all() as engine:
+        first = asyncio.create_task(engine.generate(requests[0]))
+        await _until_tokens(engine, 3)
+        await engine.pause("in_place")
+        running = [first, *[asyncio.create_task(engine.generate(request)) for request in requests[1:]]]
+        while (await engine.stats()).num_waiting < 5:
+            await asyncio.sleep(0)
+        engine._core_now().runner.model.register_forward_pre_hook(
+            lambda _module, _args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        await engine.resume()
+        for request, task in zip(requests, running, strict=True):
+            check_against(model, request, await task)
+    if _has_indexers(model):
+        # Each prompt is alone, having a length of its own.
+        assert shapes[:4] == [(1, 7), (2, 1), (1, 11), (3, 1)]
+    else:
+        # As many prompts as fit 48 tokens, with those that decode; then the last two.
+        assert shapes[:3] == [(1, 1 + 7 + 11 + 15), (1, 4 + 19 + 23), (6, 1)]
 
 
 @pytest.mark.parametrize("prefix_cache_tokens", [0, 256])

@@ -29,7 +29,10 @@ class Outbox:
             try:
                 loop.call_soon_threadsafe(_run, of_loop)
             except RuntimeError:
-                logger.warning("%d messages of the engine found their event loop closed", len(of_loop))
+                logger.warning(
+                    "an event loop was closed before the engine could tell it of %d tokens or ends",
+                    len(of_loop),
+                )
 
 
 def _run(calls: Sequence[Call]) -> None:
