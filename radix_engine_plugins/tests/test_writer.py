@@ -167,6 +167,104 @@ async def test_cancelled_while_each_is_put_again_alone_nothing_is_left(
     assert writer.metrics.pending_puts._value.get() == 0
 
 
+async def test_what_is_no_stash_fails_alone_and_hangs_nobody(writer, gated_store, stash):
+    gated_store.gate.clear()
+    writes = [asyncio.create_task(writer.write(object() if i == 2 else stash)) for i in range(5)]
+    await _put_started(gated_store)
+    gated_store.gate.set()
+    async with asyncio.timeout(10):
+        results = await asyncio.gather(*writes, return_exceptions=True)
+    assert [i for i, result in enumerate(results) if isinstance(result, CodecError)] == [2]
+    assert writer.metrics.pending_puts._value.get() == 0
+
+
+async def test_a_metric_that_fails_hangs_nobody_and_loses_nothing(
+    writer, gated_store, stash, monkeypatch, caplog
+):
+    def disk_full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(writer.metrics.puts, "inc", disk_full)
+    async with asyncio.timeout(10):
+        ref = await writer.write(stash)
+    assert gated_store.objects == {ref.key}
+    assert "no space left" in caplog.text
+
+
+async def test_a_small_one_does_not_wait_for_a_large_one_behind_it(writer, gated_store, stash):
+    large = TokenOutputStash(routed_experts=np.zeros((1 << 18, 1, 2), np.int32))
+    gated_store.gate.clear()
+    blocking = [asyncio.create_task(writer.write(large)) for _ in range(2)]
+    for _ in range(2):
+        await _put_started(gated_store)
+    sizes: list[int] = []
+    put_many = gated_store.put_many
+    gated_store.put_many = lambda stashes, **options: (
+        sizes.append(len(stashes)) or put_many(stashes, **options)
+    )
+    rest = [asyncio.create_task(writer.write(each)) for each in (stash, stash, large, stash)]
+    await asyncio.sleep(0)
+    gated_store.gate.set()
+    await asyncio.gather(*blocking, *rest)
+    assert sizes == [2, 1, 1]
+
+
+async def test_after_a_wait_for_room_nobody_waits_for_the_room_of_others(
+    writer, gated_store, stash, monkeypatch
+):
+    sizes: list[int] = []
+    put_many = gated_store.put_many
+
+    def refuse_many(stashes, **options):
+        sizes.append(len(stashes))
+        if len(stashes) > 2:
+            time.sleep(0.15)
+            raise StoreFullError("no room after 0.15 s")
+        return put_many(stashes, **options)
+
+    monkeypatch.setattr(gated_store, "put_many", refuse_many)
+    monkeypatch.setattr(put_queue, "TOGETHER_PUTS", 8)
+    for _ in range(3):
+        await asyncio.gather(*[writer.write(stash) for _ in range(20)])
+    # Two threads may have waited with a group each when the first of them found out.
+    assert sum(size > 2 for size in sizes) <= 3
+    assert len(gated_store.objects) == 60
+
+
+async def test_a_thread_that_cannot_start_leaves_nothing_behind(gated_store, stash, monkeypatch):
+    writer = OutputStoreWriter(gated_store)
+
+    def no_thread(_self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await writer.write(stash)
+    ref = await writer.write(stash)
+    assert gated_store.objects == {ref.key}
+    assert writer.metrics.pending_puts._value.get() == 0
+    await writer.close()
+
+
+async def test_cancelled_with_its_result_on_the_way_while_the_writer_closes_nothing_is_left(
+    writer, gated_store, stash
+):
+    gated_store.gate.clear()
+    write = asyncio.create_task(writer.write(stash))
+    await _put_started(gated_store)
+    closing = asyncio.create_task(writer.close())
+    await asyncio.sleep(0.02)
+    gated_store.gate.set()
+    while not gated_store.objects or gated_store.running:
+        time.sleep(0.001)
+    write.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await write
+    await closing
+    assert gated_store.objects == set()
+
+
 async def test_cancelled_before_its_turn_it_never_starts(writer, gated_store, stash, one_put_a_turn):
     gated_store.gate.clear()
     running = [asyncio.create_task(writer.write(stash)) for _ in range(2)]

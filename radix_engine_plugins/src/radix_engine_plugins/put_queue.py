@@ -4,7 +4,9 @@ threads.
 
 import asyncio
 import contextlib
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +17,13 @@ import numpy as np
 
 from radix_transfer_plugins import StoreRef
 
-TOGETHER_BYTES = 1 << 20
-"""Puts are taken together until their arrays have so many bytes: a small one costs less than a thread's
-turn.
+logger = logging.getLogger(__name__)
+
+TOGETHER_BYTES, TOGETHER_PUTS = 1 << 20, 64
+"""Puts are taken together up to so many bytes of arrays: a small one costs less than a thread's turn."""
+_SLOW_S = 0.1
+"""Puts that took longer together waited for room, each for that of all: for ten times as long none goes with
+another.
 """
 
 
@@ -29,20 +35,24 @@ class Put:
     ended: "asyncio.Future[None]"
     """Of `loop`: set when `result` is."""
     alone: bool = False
-    """It failed together with others and is put once more, by itself."""
+    """It failed together with others and is put once more, by itself: it cannot be cancelled any more."""
     result: "Future[StoreRef]" = field(default_factory=Future)
     """Cancelling it succeeds until the put begins."""
 
-    @property
-    def num_bytes(self) -> int:
-        arrays = (getattr(self.stash, name) for name in self.stash.__struct_fields__)
-        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # What is no Struct of arrays is for the store to refuse.
+        fields = getattr(self.stash, "__struct_fields__", ())
+        arrays = (getattr(self.stash, name) for name in fields)
+        self.num_bytes = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 
 class PutQueue:
-    """`put_all` puts what it is given and sets every result; it runs on one of `num_threads` threads.
+    """`put_all` puts what it is given and sets every result, or gives it to `put_alone`; it runs on one of
+    `num_threads` threads.
 
-    A thread takes all that waits, up to TOGETHER_BYTES, and leaves the rest to the next one.
+    A thread takes what waits, up to TOGETHER_BYTES, and leaves the rest to the next one.
     """
 
     def __init__(self, put_all: Callable[[Sequence[Put]], None], num_threads: int) -> None:
@@ -51,6 +61,7 @@ class PutQueue:
         self._waiting: deque[Put] = deque()
         self._turn_waits = False
         """A turn was given to the threads and has not begun: it will find what is added now."""
+        self._alone_until_s = 0.0
         self._closed = False
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="output-store-put")
 
@@ -60,7 +71,11 @@ class PutQueue:
             if self._closed:
                 raise RuntimeError("the output store writer is closed; no further put is accepted")
             self._waiting.append(put)
-            self._ask_for_turn()
+            try:
+                self._ask_for_turn()
+            except BaseException:  # No thread can be started.
+                self._waiting.remove(put)
+                raise
 
     def put_alone(self, puts: Sequence[Put]) -> None:
         """Each once more, by itself and before all others; from `put_all` only, also after `close`."""
@@ -84,7 +99,17 @@ class PutQueue:
         with self._lock:
             self._turn_waits = False
         while puts := self._take():
-            self._put_all(puts)
+            start_s = time.monotonic()
+            try:
+                self._put_all(puts)
+            except BaseException as error:
+                logger.exception("putting into the output store failed in an unexpected way")
+                for put in puts:
+                    if not put.result.done():
+                        put.result.set_exception(error)
+            end_s = time.monotonic()
+            if len(puts) > 1 and end_s - start_s > _SLOW_S:
+                self._alone_until_s = end_s + 10 * (end_s - start_s)
             _wake([put for put in puts if put.result.done()])
 
     def _take(self) -> list[Put]:
@@ -92,9 +117,10 @@ class PutQueue:
         with self._lock:
             taken: list[Put] = []
             num_bytes = 0
-            while self._waiting and num_bytes < TOGETHER_BYTES:
+            most = TOGETHER_PUTS if time.monotonic() > self._alone_until_s else 1
+            while self._waiting and len(taken) < most:
                 put = self._waiting[0]
-                if taken and (put.alone or taken[-1].alone):
+                if taken and (put.alone or taken[0].alone or num_bytes + put.num_bytes > TOGETHER_BYTES):
                     break
                 self._waiting.popleft()
                 if put.alone or put.result.set_running_or_notify_cancel():

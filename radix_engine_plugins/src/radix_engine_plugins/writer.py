@@ -1,6 +1,7 @@
 """`OutputStoreWriter`: puts off the event loop, and deletes what was never handed over."""
 
 import asyncio
+import copy
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,9 @@ from radix_transfer_plugins import OutputStore, StoreRef
 from radix_transfer_plugins.errors import StoreUnavailableError
 
 logger = logging.getLogger(__name__)
+
+_LAST_WRITES_S = 1.0
+"""`close` waits so long for event loops to take the last results."""
 
 
 class OutputStoreWriter:
@@ -39,6 +43,8 @@ class OutputStoreWriter:
         self.metrics = metrics if metrics is not None else own_metrics()
         self._store = store
         self._puts = PutQueue(self._put_all, max_concurrent_puts)
+        self._writes: set[Put] = set()
+        """Whose `write` has not returned."""
         # Deletes have a thread of their own: a put that waits for room must never keep the delete that
         # makes room waiting.
         self._delete_thread = ThreadPoolExecutor(1, thread_name_prefix="output-store-delete")
@@ -50,9 +56,14 @@ class OutputStoreWriter:
         """
         loop = asyncio.get_running_loop()
         put = Put(stash=stash, start_rows=dict(start_rows or {}), loop=loop, ended=loop.create_future())
-        self._puts.add(put)
         self.metrics.pending_puts.inc()
         put.result.add_done_callback(lambda _: self.metrics.pending_puts.dec())
+        try:
+            self._puts.add(put)
+        except BaseException:
+            put.result.cancel()
+            raise
+        self._writes.add(put)
         try:
             await put.ended
             return put.result.result()
@@ -62,6 +73,8 @@ class OutputStoreWriter:
             if not put.result.cancel():
                 put.result.add_done_callback(self._discard_result)
             raise
+        finally:
+            self._writes.discard(put)
 
     def discard(self, refs: Sequence[StoreRef]) -> None:
         """Delete in the background objects whose reference was never handed over; failures are logged and
@@ -78,11 +91,14 @@ class OutputStoreWriter:
 
     async def close(self) -> None:
         """Wait for running puts and deletes, then close the store. Idempotent."""
+        # The order matters: the last puts may still hand deletes over, and so may those who wait for them.
+        await asyncio.to_thread(self._puts.close)
+        deadline_s = time.monotonic() + _LAST_WRITES_S
+        while self._writes and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.001)
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        # The order matters: the last puts may still hand deletes over, from their own threads.
-        self._puts.close()
         self._delete_thread.shutdown(wait=True)
         self._store.close()
 
@@ -97,16 +113,18 @@ class OutputStoreWriter:
                 # One that the store refuses must not fail the others.
                 self._puts.put_alone(puts)
                 return
-            self.metrics.put_failures.inc(len(puts))
             for put in puts:
-                put.result.set_exception(error)
+                # Each its own: raising one in several tasks would mix their tracebacks.
+                put.result.set_exception(error if len(puts) == 1 else copy.copy(error))
+            self.metrics.put_failures.inc(len(puts))
             return
-        self.metrics.puts.inc(len(puts))
-        self.metrics.put_bytes.inc(sum(spec.stored_bytes for ref in refs for spec in ref.fields.values()))
         seconds = time.perf_counter() - start_s
         for put, ref in zip(puts, refs, strict=True):
-            self.metrics.put_seconds.observe(seconds)
             put.result.set_result(ref)
+        self.metrics.puts.inc(len(puts))
+        self.metrics.put_bytes.inc(sum(spec.stored_bytes for ref in refs for spec in ref.fields.values()))
+        for _ in puts:
+            self.metrics.put_seconds.observe(seconds)
 
     def _discard_result(self, put: "Future[StoreRef]") -> None:
         if not put.cancelled() and put.exception() is None:

@@ -43,8 +43,10 @@ StashT = TypeVar("StashT", bound=msgspec.Struct)
 DEFAULT_MAX_ARRAY_BYTES = 64 << 30
 """A whole indexer field of 128k tokens is below it, what a few forged bytes may claim is far above."""
 
-_SHARED_CALL_BYTES = 1 << 20
-"""Encoded stashes go to the backend together until they have so many bytes."""
+_SHARED_CALL_BYTES, _SHARED_CALL_FIELDS = 1 << 20, 64
+"""Encoded stashes go to the backend together until they have so many bytes or fields: a backend may hold a
+file open for each.
+"""
 
 
 class StoreStats(msgspec.Struct, kw_only=True):
@@ -98,8 +100,8 @@ class OutputStore:
         *,
         start_rows: Sequence[Mapping[str, int]] | None = None,
     ) -> list[StoreRef]:
-        """Store each stash with one backend call, which small ones share; all or nothing for the whole list.
-        None fields are not stored.
+        """Store the stashes, all or nothing for the whole list; None fields are not stored. One goes to the
+        backend in one call, small ones in one call together.
 
         `start_rows[i]` gives the absolute first row of fields of stash i (default 0). When this returns, the
         data can be read by every client of the store. The arrays may be changed afterwards. Raises
@@ -220,7 +222,8 @@ class OutputStore:
             refs.append(ref)
             items += encoded
             num_bytes += sum(len(data) for _, data in encoded)
-            if num_bytes >= _SHARED_CALL_BYTES or index + 1 == len(stashes):
+            full = num_bytes >= _SHARED_CALL_BYTES or len(items) >= _SHARED_CALL_FIELDS
+            if full or index + 1 == len(stashes):
                 yield refs, items
                 refs, items, num_bytes = [], [], 0
 

@@ -73,7 +73,7 @@ class Backend(ABC):
 
     @abstractmethod
     def put_batch(self, items: Sequence[tuple[str, Buffer]]) -> None:
-        """Store every item durably or none of them.
+        """Store every item durably or none of them: the fields of one stash, or of up to 64 small ones.
 
         Raises KeyExistsError, StoreFullError, StoreUnavailableError.
         """
