@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from radix_rl.engines.embedded.experts import EXPERTS_NAME, use_sorted_experts
 from radix_rl.engines.embedded.module_overheads import cut_overheads
@@ -338,3 +339,38 @@ async def test_prediction_modules_beside_the_decoder_do_not_write_rows(
         output = await engine.generate(request)
     check_against(qwen3_moe, request, output)
     assert np.array_equal(output.outputs.routed_experts[:, 0], np.full((29, 2), -1))
+
+
+async def test_llama4_serves_contexts_in_which_its_query_scales_are_one(
+    family, engine_of, prompt, request_of, check_against
+):
+    model = family("Llama4")
+    model.config.floor_scale = 64
+    for layer in model.model.layers:
+        layer.self_attn.floor_scale = 64
+    with pytest.raises(ConfigurationError, match=r"context_length: expected at most .* 63, got 256"):
+        async with engine_of(model):
+            pass
+    requests = [
+        request_of(str(i), prompt(40 + i, i), max_new_tokens=20, seed=i, return_routed_experts=True)
+        for i in range(4)
+    ]
+    async with engine_of(model, context_length=None) as engine:
+        assert (await engine.info()).context_length == 63
+        outputs = await asyncio.gather(*[engine.generate(request) for request in requests])
+    for request, output in zip(requests, outputs, strict=True):
+        check_against(model, request, output)
+
+
+@pytest.mark.parametrize("width", [64, 74, 198])
+def test_a_norm_of_fewer_operations_is_the_models_own_in_every_row(width):
+    """Times 1 / 74 or 1 / 198, a sum is the mean but for a row in hundreds."""
+    eps = 1e-5
+    norm = Qwen3MoeRMSNorm(width, eps=eps)
+    model = torch.nn.Sequential(norm)
+    rows = torch.randn(20_000, width, generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        own = norm(rows)
+        cut_overheads(model)
+        assert "forward" in vars(norm)
+        assert torch.equal(norm(rows), own)

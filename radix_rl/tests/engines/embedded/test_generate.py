@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from radix_rl.engines.embedded.core import EngineCore
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.errors import (
     ConfigurationError,
@@ -302,6 +303,43 @@ async def test_a_request_that_is_not_finite_spoils_no_other(qwen3_moe, engine_of
         assert not keeper.done()
         assert np.isfinite((await keeper).output_logprobs).all()
         assert min((await greedy("after", clean[3], 8)).output_logprobs) > -9999.0
+
+
+@pytest.mark.parametrize("end", ["no tokens asked", "abort between chunks", "cached prefix"])
+async def test_what_is_not_finite_and_was_never_sampled_spoils_no_other(
+    qwen3_moe, engine_of, prompt, request_of, end
+):
+    bad = 127
+    clean = [tuple(token % bad for token in prompt(length, length)) for length in (4, 50)]
+    with torch.no_grad():
+        qwen3_moe.model.embed_tokens.weight[bad] = float("nan")
+        qwen3_moe.lm_head.weight[bad] = 0.0
+    poisoned = (*clean[0], *(bad,) * 56)
+
+    async def greedy(engine, name: str, ids: tuple[int, ...]):
+        return await engine.generate(request_of(name, ids, max_new_tokens=8, temperature=0.0))
+
+    async with engine_of(qwen3_moe) as engine:
+        expected = [(await greedy(engine, f"{i}", ids)).output_ids for i, ids in enumerate(clean)]
+    async with engine_of(
+        qwen3_moe, chunked_prefill_tokens=16, prefix_cache_tokens=200 if end == "cached prefix" else 0
+    ) as engine:
+        tokens = 0 if end == "no tokens asked" else 5
+        await engine.pause("in_place")
+        running = asyncio.create_task(engine.generate(request_of("bad", poisoned, max_new_tokens=tokens)))
+        while not (await engine.stats()).num_waiting:
+            await asyncio.sleep(0)
+        if end == "abort between chunks":
+            for _ in range(2):
+                await engine._call(EngineCore.step)
+            await engine.abort()
+        await engine.resume()
+        assert (await running).finish_reason.type == ("abort" if "abort" in end else "length")
+        # Beside a longer one the short one sees masked positions of its slot.
+        got = await asyncio.gather(*[greedy(engine, f"{i}", ids) for i, ids in enumerate(clean)])
+        assert [output.output_ids for output in got] == expected
+        continued = await greedy(engine, "continued", (*clean[0], *clean[1]))
+        assert min(continued.output_logprobs) > -9999.0
 
 
 async def test_a_cache_that_is_no_multiple_of_a_slot_serves_its_whole_context(

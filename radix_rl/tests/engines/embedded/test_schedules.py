@@ -334,6 +334,28 @@ async def test_small_requests_that_never_end_coming_do_not_starve_a_large_one(
     assert overtaking <= 4
 
 
+async def test_prompts_that_fill_a_step_each_take_their_turn_in_order_of_arrival(
+    model, engine_of_all, prompt, request_of
+):
+    order: list[int] = []
+
+    async def one(engine, number: int) -> None:
+        await engine.generate(request_of(str(number), prompt(16, number), max_new_tokens=1 + number % 2))
+        order.append(number)
+
+    async with engine_of_all(chunked_prefill_tokens=16) as engine:
+        await engine.pause("in_place")
+        running = []
+        for number in range(40):
+            running.append(asyncio.create_task(one(engine, number)))
+            while (await engine.stats()).num_waiting <= number:
+                await asyncio.sleep(0)
+        await engine.resume()
+        await asyncio.gather(*running)
+    # An answer of two tokens may end with the one behind it.
+    assert all(abs(place - number) <= 2 for place, number in enumerate(order))
+
+
 async def test_a_long_prompt_does_not_stop_those_that_decode(qwen3_moe, engine_of, prompt, request_of):
     async with engine_of(qwen3_moe, chunked_prefill_tokens=16) as engine:
         short = asyncio.create_task(engine.generate(request_of("a", prompt(3, 1), max_new_tokens=200)))

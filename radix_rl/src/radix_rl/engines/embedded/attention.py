@@ -81,7 +81,7 @@ def slot_attention(
         assert len(step.segments) == 1
         mask = _keep_only(mask, kwargs["indices"], key.shape[2], query.dtype)
     elif mask is not None and mask.dtype != torch.bool and mask.dtype != query.dtype:
-        mask = mask.to(query.dtype)
+        mask = step.mask_of_dtype(mask, query.dtype)
     options = (scaling, kwargs.get("s_aux"), kwargs.get("softcap"))
     if len(step.segments) == 1:
         return _attend(step, query, key, value, mask, *options), None
@@ -121,7 +121,7 @@ def _attend(
     output = torch.nn.functional.scaled_dot_product_attention(
         grouped, key, value, attn_mask=mask, scale=scaling
     )
-    return output.reshape(batch, heads, columns, value.shape[-1]).transpose(1, 2)
+    return output.reshape(batch, heads, columns, value.shape[-1]).transpose(1, 2).contiguous()
 
 
 def _is_small(key: torch.Tensor) -> bool:
@@ -177,4 +177,6 @@ def _explicit_attention(
     else:
         weights = scores.softmax(dim=-1)
     weights = weights.to(value.dtype).reshape(batch, key_heads, -1, key.shape[2])
-    return torch.matmul(weights, value).view(batch, heads, columns, value.shape[-1]).transpose(1, 2)
+    return (
+        torch.matmul(weights, value).view(batch, heads, columns, value.shape[-1]).transpose(1, 2).contiguous()
+    )

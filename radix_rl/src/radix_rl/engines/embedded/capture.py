@@ -33,7 +33,7 @@ class RowCapture:
     def __init__(
         self, *, layers: int, top_k: int, largest_id: int, max_tokens: int, device: torch.device
     ) -> None:
-        """`max_tokens`: the most tokens, padding included, of one forward pass."""
+        """`max_tokens`: the most tokens of one forward pass."""
         self.layers = layers
         self.top_k = top_k
         self._dtype = torch.int16 if largest_id <= np.iinfo(np.int16).max else torch.int32
@@ -51,7 +51,7 @@ class RowCapture:
 
     def record(self, layer: int, choices: torch.Tensor) -> None:
         """`choices` `[tokens, k]` (k may be below top_k: the rest is -1) of a step's tokens in the model's
-        order. Kept until the step is stored, so nobody may change them.
+        order. Kept for several steps, in which nobody may change them.
         """
         if active_step() is None:
             return

@@ -42,7 +42,7 @@ class EmbeddedEngineConfig(Section):
     prefix_cache_tokens: int = Field(default=0, ge=0)
     """Tokens of finished or prefilled prompts kept for reuse, in memory of their own. 0: no prefix cache."""
     chunked_prefill_tokens: int = Field(default=2048, ge=16)
-    """Prompt tokens, padding included, that go through the model in one step."""
+    """Prompt tokens that go through the model in one step, beside one token of each request that decodes."""
     context_length: int | None = Field(default=None, ge=2)
     """Prompt plus output tokens of one request. Unset: the model's own, or `kv_cache_tokens` where that is
     less.

@@ -3,6 +3,7 @@ thread.
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence as Rows
 
@@ -254,8 +255,12 @@ class EngineCore:
                 sequence.cached_tokens = len(places)
 
     def _keep_prefix(self, sequence: Sequence, slot: int) -> None:
-        """Offer what a slot holds to later requests; never what two weight versions computed."""
-        if self.prefixes is not None and sequence.cache_version == self.weights.version is not None:
+        """Offer what a slot holds to later requests; never what two weight versions computed, nor what may
+        not be finite.
+        """
+        if self.prefixes is None or self.runner.cache.zero_vacated:
+            return
+        if sequence.cache_version == self.weights.version is not None:
             self.prefixes.insert(sequence.token_range(0, sequence.computed), slot)
 
     def _clear_non_finite(self) -> None:
@@ -263,6 +268,11 @@ class EngineCore:
         if not self.slots.running and self.runner.cache.zero_vacated:
             self.flush_prefixes()
             self.runner.cache.zero_vacated = False
+
+    def _guard_from_non_finite(self) -> None:
+        """Some running request has keys or values that are not finite; see `SlotCache.zero_vacated`."""
+        if not self.runner.cache.zero_vacated:
+            self.runner.cache.guard_from_non_finite([s.computed for s in self.slots.running])
 
     def _prefill_group(self) -> tuple[list[Sequence], list[int]]:
         """The oldest prefilling requests whose prompts, or what is left of them, fit one step, and how much
@@ -288,6 +298,9 @@ class EngineCore:
         self.prefilled_tokens += sum(lengths[num_decoding:])
         # Only the last can be unfinished: others would not have left room for it.
         done = [row for row, sequence in enumerate(sequences) if sequence.computed == sequence.num_tokens]
+        # Prompts may end unsampled, so that no log-probability tells. Some models give tokens minus infinity.
+        if num_decoding < len(sequences) and not bool((logits[num_decoding:] < math.inf).all()):
+            self._guard_from_non_finite()
         for row in done[num_decoding:]:
             self._keep_prefix(sequences[row], first_slot + row)
         self.slots.prefill_done(len(done) - num_decoding)
@@ -305,8 +318,7 @@ class EngineCore:
     def _accept(self, sequences: list[Sequence], sampled: Sampled) -> None:
         if self.sampler.num_non_finite > self._non_finite_seen:
             self._non_finite_seen = self.sampler.num_non_finite
-            if not self.runner.cache.zero_vacated:
-                self.runner.cache.guard_from_non_finite([s.computed for s in self.slots.running])
+            self._guard_from_non_finite()
         finished: list[tuple[Sequence, FinishReason]] = []
         for row, (sequence, token, logprob) in enumerate(
             zip(sequences, sampled.tokens, sampled.logprobs, strict=True)
@@ -345,6 +357,9 @@ class EngineCore:
                 self._keep_prefix(sequence, slot)
                 self._end(sequence, reason, slot)
                 self.slots.remove(slot)
+        if not self.slots.running:
+            # It would keep the last requests' answers.
+            self._sampling = None
 
     def _end(self, sequence: Sequence, reason: FinishReason, slot: int | None) -> None:
         if self.weights.version is not None:

@@ -181,12 +181,24 @@ def _end_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[i
 
 def _context_length(config: EmbeddedEngineConfig, text_config: Any) -> int:
     own = getattr(text_config, "max_position_embeddings", None)
+    limit = "the model's own"
+    if counts_positions_in_cache(text_config) and (own is None or text_config.floor_scale <= own):
+        # From floor_scale on it scales queries by what it takes for their positions.
+        own = text_config.floor_scale - 1
+        limit = "floor_scale - 1, beyond which requests would share one request's query scales:"
     if config.context_length is not None:
         if own is not None and config.context_length > own:
             raise ConfigurationError(
-                f"context_length: expected at most the model's own {own}, got {config.context_length}"
+                f"context_length: expected at most {limit} {own}, got {config.context_length}"
             )
         return config.context_length
     # Slots are a multiple of STRIDE_MULTIPLE long: the rest of the cache can hold no request.
     usable = config.kv_cache_tokens // STRIDE_MULTIPLE * STRIDE_MULTIPLE
     return usable if own is None else min(own, usable)
+
+
+def counts_positions_in_cache(text_config: Any) -> bool:
+    """Llama 4's temperature tuning takes positions from the length of the cache, not from `position_ids`."""
+    return bool(getattr(text_config, "attn_temperature_tuning", False)) and hasattr(
+        text_config, "floor_scale"
+    )

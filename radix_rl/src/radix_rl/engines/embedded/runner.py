@@ -11,7 +11,7 @@ import torch
 from radix_rl.engines.embedded.capture import RowCapture
 from radix_rl.engines.embedded.indexers import attach_indexers
 from radix_rl.engines.embedded.kv_slots import SlotCache
-from radix_rl.engines.embedded.model_loader import LoadedModel
+from radix_rl.engines.embedded.model_loader import LoadedModel, counts_positions_in_cache
 from radix_rl.engines.embedded.routers.registry import find_routers
 from radix_rl.engines.embedded.sequence import Sequence
 from radix_rl.engines.embedded.step import ForwardStep, Segment, running_step
@@ -36,9 +36,10 @@ class ModelRunner:
         self.captures: dict[str, RowCapture] = {}
         """Field name of TokenOutputStash -> its capture."""
         self._layers = allocate_layers(self.cache, self._probe())
-        self.mixes_lengths = all(layer.indexer_key is None for layer in self._layers.values())
-        """Whether a step may hold requests with unequal numbers of tokens: indexers want a row for each
-        request.
+        has_indexers = any(layer.indexer_key is not None for layer in self._layers.values())
+        self.mixes_lengths = not has_indexers and not counts_positions_in_cache(loaded.text_config)
+        """Whether a step may hold requests with unequal numbers of tokens, in one row: indexers want a row
+        for each request.
         """
         self._slot_numbers = torch.arange(max_tokens_per_step, device=self.device)
 

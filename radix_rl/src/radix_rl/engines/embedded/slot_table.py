@@ -1,7 +1,7 @@
 """`SlotTable`: which running request owns which slot.
 
-Slots [0, num_decoding) decode and slots [num_decoding, len(running)) are still prefilling, without holes, so
-that each group is one contiguous block of every slot tensor.
+Slots [0, num_decoding) decode and slots [num_decoding, len(running)) are still prefilling, in order of
+arrival, without holes, so that each group is one contiguous block of every slot tensor.
 """
 
 from radix_rl.engines.embedded.kv_slots import SlotCache, required_stride
@@ -57,7 +57,9 @@ class SlotTable:
             self.num_decoding -= 1
             self._move(self.num_decoding, slot)
             hole = self.num_decoding
-        self._move(len(self.running) - 1, hole)
+        # Those that prefill keep their order; most of them have nothing in their slots yet.
+        for source in range(hole + 1, len(self.running)):
+            self._move(source, source - 1)
         self._cache.vacate(len(self.running) - 1)
         self.running.pop()
 

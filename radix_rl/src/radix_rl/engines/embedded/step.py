@@ -12,6 +12,7 @@ from radix_rl.engines.embedded.kv_slots import SlotCache, SlotTensor
 
 _T = TypeVar("_T")
 _active = threading.local()
+_MAX_MASKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,9 @@ class ForwardStep:
 
         return self._once(mask, ("rows", groups), repeat)
 
+    def mask_of_dtype(self, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._once(mask, ("dtype", dtype), lambda: mask.to(dtype))
+
     def mask_of_heads(self, mask: torch.Tensor, heads: int) -> torch.Tensor:
         """`[b, 1, 1, L]` -> `[b * heads, 1, L]`."""
         return self._once(mask, ("heads", heads), lambda: mask.expand(-1, heads, -1, -1).flatten(0, 1))
@@ -112,6 +116,9 @@ class ForwardStep:
         key = (id(mask), *purpose)
         cached = self._masks.get(key)
         if cached is None:
+            # A model that makes masks of its own in every layer must not fill the memory with them.
+            if len(self._masks) == _MAX_MASKS:
+                del self._masks[next(iter(self._masks))]
             # The mask is kept too: its id must not pass to another tensor while the entry lives.
             cached = self._masks[key] = (mask, make())
         return cached[1]

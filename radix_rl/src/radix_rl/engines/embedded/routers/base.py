@@ -8,7 +8,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 Record = Callable[[torch.Tensor], None]
-"""Takes the choices of one forward call, `[tokens, k]`, in the order of the flattened input tokens."""
+"""Takes the choices of one forward call, `[tokens, k]`, in the order of the flattened input tokens. They are
+kept for several steps: of a module that writes them into the same memory again, pass a copy.
+"""
 
 
 class RouterAdapter(ABC):
