@@ -325,6 +325,13 @@ async def test_what_is_not_finite_and_was_never_sampled_spoils_no_other(
         qwen3_moe, chunked_prefill_tokens=16, prefix_cache_tokens=200 if end == "cached prefix" else 0
     ) as engine:
         tokens = 0 if end == "no tokens asked" else 5
+        keeper = None
+        if end == "cached prefix":
+            # An engine without requests would forget it.
+            ids = clean[1][::-1]
+            keeper = asyncio.create_task(engine.generate(request_of("keeper", ids, max_new_tokens=200)))
+            while not (await engine.stats()).generated_tokens:
+                await asyncio.sleep(0)
         await engine.pause("in_place")
         running = asyncio.create_task(engine.generate(request_of("bad", poisoned, max_new_tokens=tokens)))
         while not (await engine.stats()).num_waiting:
@@ -340,6 +347,9 @@ async def test_what_is_not_finite_and_was_never_sampled_spoils_no_other(
         assert [output.output_ids for output in got] == expected
         continued = await greedy(engine, "continued", (*clean[0], *clean[1]))
         assert min(continued.output_logprobs) > -9999.0
+        if keeper is not None:
+            assert not keeper.done()
+            await keeper
 
 
 async def test_a_cache_that_is_no_multiple_of_a_slot_serves_its_whole_context(
