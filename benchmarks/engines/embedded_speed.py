@@ -24,7 +24,7 @@ from benchmarks.timing import median_ratio, take_turns
 
 CONCURRENCY = (1, 8, 32, 64)
 GENERATE_CONCURRENCY = 32
-RAGGED_REQUESTS = 128
+RAGGED_REQUESTS = 256
 ROUNDS, COST_ROUNDS = 3, 10
 """Each with a model and engines of its own: where memory happens to lie is worth several percent, and stays
 as it is for as long as a model lives.
