@@ -90,6 +90,8 @@ async def test_what_waits_is_put_together(writer, gated_store, stash):
     cancelled = asyncio.create_task(writer.write(stash))
     await asyncio.sleep(0)
     cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
     gated_store.gate.set()
     refs = await asyncio.gather(first, second, *rest)
     await writer.close()
