@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
 
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.engines.embedded.float32_products import Float32Products
@@ -134,3 +135,18 @@ async def test_float32_products_follow_new_weights_and_sleep(qwen3_moe, engine_o
     assert before.output_logprobs != expected.output_logprobs
     assert after.output_ids == woken.output_ids == expected.output_ids
     assert after.output_logprobs == woken.output_logprobs == expected.output_logprobs
+
+
+async def test_a_model_whose_attention_needs_more_than_the_engine_gives_is_refused_at_start(engine_of):
+    config = tf.DogeConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    with pytest.raises(ConfigurationError, match="DogeForCausalLM does not run in the embedded engine"):
+        async with engine_of(tf.DogeForCausalLM(config).eval(), enable_return_routed_experts=False):
+            pass

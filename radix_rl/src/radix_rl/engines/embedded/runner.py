@@ -4,6 +4,7 @@ import inspect
 import logging
 from collections.abc import Sequence as Rows
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ class ModelRunner:
         for each request.
         """
         self._slot_numbers = torch.arange(max_tokens_per_step, device=self.device)
+        self._try_a_step()
 
     def _probe(self) -> ProbeCache:
         probe = ProbeCache()
@@ -53,6 +55,27 @@ class ModelRunner:
                 f"{type(self.model).__name__} does not use the key-value cache it is given"
             )
         return probe
+
+    def _try_a_step(self) -> None:
+        """Two tokens of one request: a model that cannot be run in steps says so before any is served."""
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        positions = torch.arange(2, device=self.device)[None]
+        slots = self._slot_numbers[:1].expand(2)
+        step = ForwardStep(
+            cache=self.cache,
+            segments=[Segment(0, 1, 2, 2)],
+            input_ids=tokens,
+            positions=positions,
+            slots=slots,
+        )
+        try:
+            self._run(step, {})
+        except Exception as error:
+            raise ConfigurationError(
+                f"{type(self.model).__name__} does not run in the embedded engine: {error}"
+            ) from error
+        for tensor in self.cache.tensors:
+            tensor.slots[0, :, :2].zero_()
 
     def capture_routed_experts(self, num_experts: int, top_k: int) -> None:
         """Hook every router of the target model. Raises ConfigurationError if there is none or one is
@@ -82,6 +105,7 @@ class ModelRunner:
             self.loaded.layers, index_topk, self._max_tokens, self.cache, self.device
         )
 
+    @torch.inference_mode()
     def forward(self, first_slot: int, sequences: Rows[Sequence], lengths: Rows[int]) -> torch.Tensor:
         """Put the next `lengths[i]` tokens of `sequences[i]`, in slot `first_slot + i`, through the model;
         all lengths are equal unless `mixes_lengths`.
@@ -93,22 +117,27 @@ class ModelRunner:
         # Of a row of several segments the tokens that end a request; of one segment the last column.
         last = torch.from_numpy(np.cumsum(lengths) - 1).to(self.device) if len(step.segments) > 1 else None
         kwargs = {"logits_to_keep": 1 if last is None else last} if self._keeps_last_logits else {}
-        with torch.inference_mode():
-            with running_step(step):
-                output = self.model(
-                    input_ids=step.input_ids,
-                    position_ids=step.positions,
-                    past_key_values=StepCache(self._layers, step),
-                    use_cache=True,
-                    **kwargs,
-                )
-            for capture in self.captures.values():
-                capture.store(step)
+        logits = self._run(step, kwargs)
+        for capture in self.captures.values():
+            capture.store(step)
         for sequence, length in zip(sequences, lengths, strict=True):
             sequence.computed += length
         if last is None:
-            return output.logits[:, -1]
-        return output.logits[0] if self._keeps_last_logits else output.logits[0, last]
+            return logits[:, -1]
+        return logits[0] if self._keeps_last_logits else logits[0, last]
+
+    @torch.inference_mode()
+    def _run(self, step: ForwardStep, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Logits `[b, S, vocab]`, or of the columns that `kwargs` choose."""
+        with running_step(step):
+            output = self.model(
+                input_ids=step.input_ids,
+                position_ids=step.positions,
+                past_key_values=StepCache(self._layers, step),
+                use_cache=True,
+                **kwargs,
+            )
+        return output.logits
 
     def _step(self, first_slot: int, sequences: Rows[Sequence], lengths: Rows[int]) -> ForwardStep:
         tokens: list[int] = []
