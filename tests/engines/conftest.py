@@ -425,6 +425,6 @@ def faults(store_config: dict[str, Any]) -> Iterator[Callable[..., None]]:
 
 @pytest.fixture
 def puts_begun(store_config: dict[str, Any]) -> Callable[[], int]:
-    """Number of puts to the store of `store_config` that began, since ever."""
+    """Number of stashes whose put into the store of `store_config` began, since ever; again counts again."""
     path = Path(store_config["faults"]).with_suffix(".puts")
     return lambda: len(path.read_text().splitlines()) if path.exists() else 0

@@ -103,7 +103,8 @@ def test_failed_sample_frees_the_object_of_the_other(
     faults(error="StoreFullError", put=before + 2)
     response = server.post("/v1/completions", {**ROUTES["/v1/completions"], "n": 2}, timeout=600)
     assert response.status_code == 500
-    assert puts_begun() == before + 2
+    # Both were put together, or one after the other; after a failure each is put again, alone.
+    assert puts_begun() >= before + 2
     assert reader.is_empty_within(20), reader.keys()
 
 

@@ -33,19 +33,30 @@ class FaultyBackend(SharedMemoryBackend):
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
         """`faults`: path of a JSON file with any of delay_s; error: the name of one of the store's errors;
-        put: the number of the one put that fails with it. A file beside it has a line for each put that
-        began."""
+        put: the number of the one stash that fails with it, again and again. A file beside it has a line for
+        each stash whose put began."""
         config = dict(config)
         faults = Path(str(config.pop("faults")))
         backend = super().from_config(config)
         backend.faults = faults
+        backend.refused = set()
         return backend
 
     def put_batch(self, items: Sequence[tuple[str, Buffer]]) -> None:
         faults = json.loads(self.faults.read_text()) if self.faults.exists() else {}
-        number = self._count_put()
+        stashes: dict[str, list[bytes]] = {}
+        for key, value in items:
+            stashes.setdefault(key.rpartition("/")[0], []).append(bytes(value))
+        numbers = [self._count_put() for _ in stashes]
         time.sleep(faults.get("delay_s", 0))
-        if "error" in faults and faults.get("put", number) == number:
+        if "error" not in faults:
+            self.refused.clear()
+        # What is put again has another key.
+        contents = [tuple(fields) for fields in stashes.values()]
+        for number, content in zip(numbers, contents, strict=True):
+            if "error" in faults and faults.get("put", number) == number:
+                self.refused.add(content)
+        if self.refused.intersection(contents):
             raise getattr(errors, faults["error"])("injected by a test")
         super().put_batch(items)
 
