@@ -140,14 +140,14 @@ def _request(path: str, body: dict) -> bytes:
 
 
 def _disturb_store(server, monkeypatch, chance: random.Random) -> None:
-    """Puts take random time and fail now and then; runs on the writer's threads."""
+    """Puts take random time and fail now and then, by each stash; runs on the writer's threads."""
     put_many = server.writer._store.put_many
 
-    def disturbed(*args, **options):
-        time.sleep(chance.random() * 0.01)
-        if chance.random() < 0.05:
+    def disturbed(stashes, **options):
+        time.sleep(sum(chance.random() * 0.02 for _ in stashes))
+        if any(chance.random() < 0.05 for _ in stashes):
             raise StoreFullError("needs 64 bytes, 0 free")
-        return put_many(*args, **options)
+        return put_many(stashes, **options)
 
     monkeypatch.setattr(server.writer._store, "put_many", disturbed)
 
