@@ -13,6 +13,7 @@ from radix_rl.engines.embedded.kv_slots import SlotCache, SlotTensor
 _T = TypeVar("_T")
 _active = threading.local()
 _MAX_MASKS = 16
+"""Kept in a step, in the forms that attention wants."""
 
 
 @dataclass(frozen=True, slots=True)
