@@ -1,4 +1,4 @@
-"""`RowCapture`: what hooks on a model's routers or indexers saw, stored beside keys and values."""
+"""`RowCapture`: what a model's routers or indexers chose, stored beside keys and values."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from radix_rl.engines.embedded.kv_slots import SlotCache
+from radix_rl.engines.embedded.routers.base import Record
 from radix_rl.engines.embedded.step import ForwardStep, active_step
 
 _KEPT_ELEMENTS = 1 << 16
@@ -20,14 +21,14 @@ class _Kept:
     """`[tokens]`."""
     positions: torch.Tensor
     choices: dict[int, torch.Tensor]
-    """By layer, `[tokens, top_k]`."""
+    """By layer, `[..., k]` of the tokens in the model's order."""
 
 
 class RowCapture:
     """One field's choices: `[tokens, layers, top_k]` of the latest steps, then rows of the slots.
 
-    Hooks call `record` while the engine's forward pass runs; calls outside an engine step are ignored, so the
-    same model may be used elsewhere.
+    What `recorder` makes is called while the engine's forward pass runs; calls outside an engine step are
+    ignored, so the same model may be used elsewhere.
     """
 
     def __init__(
@@ -49,16 +50,16 @@ class RowCapture:
         self._cache = cache
         cache.on_settle(self._settle)
 
-    def record(self, layer: int, choices: torch.Tensor) -> None:
-        """`choices` `[tokens, k]` (k may be below top_k: the rest is -1) of a step's tokens in the model's
-        order. Kept for several steps, in which nobody may change them.
+    def recorder(self, layer: int) -> Record:
+        """A function of a layer's choices `[..., k]` (k may be below top_k: the rest is -1) for a step's
+        tokens in the model's order. They are kept for several steps, in which nobody may change them.
         """
-        if active_step() is None:
-            return
-        missing = self.top_k - choices.shape[1]
-        self._choices[layer] = (
-            torch.nn.functional.pad(choices, (0, missing), value=-1) if missing else choices
-        )
+
+        def record(choices: torch.Tensor) -> None:
+            if active_step() is not None:
+                self._choices[layer] = choices
+
+        return record
 
     def store(self, step: ForwardStep) -> None:
         """Keep the step's rows with its tokens."""
@@ -81,7 +82,14 @@ class RowCapture:
 
     def _layer(self, layer: int) -> torch.Tensor:
         """A layer's choices in the steps kept, `[tokens, top_k]`."""
-        return torch.cat([kept.choices.get(layer, self._absent[: len(kept.slots)]) for kept in self._kept])
+        return torch.cat(
+            [self._padded(kept.choices.get(layer, self._absent[: len(kept.slots)])) for kept in self._kept]
+        )
+
+    def _padded(self, choices: torch.Tensor) -> torch.Tensor:
+        rows = choices.reshape(-1, choices.shape[-1])
+        missing = self.top_k - rows.shape[1]
+        return torch.nn.functional.pad(rows, (0, missing), value=-1) if missing else rows
 
     def read(self, slot: int, start: int, end: int) -> np.ndarray:
         """Copy of rows [start, end) of a slot: `[end - start, layers, top_k]` int32."""

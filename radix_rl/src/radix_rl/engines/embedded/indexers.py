@@ -8,6 +8,7 @@ import torch
 
 from radix_rl.engines.embedded.capture import RowCapture
 from radix_rl.engines.embedded.kv_slots import SlotCache
+from radix_rl.engines.embedded.routers.base import Record
 from radix_rl.engines.embedded.step import active_step
 from radix_rl.errors import ConfigurationError
 from radix_rl.model_layers import find_indexers
@@ -25,8 +26,9 @@ def attach_indexers(
     )
     capture.allocate(cache)
     for number, indexer in enumerate(indexers):
+        record = capture.recorder(number)
 
-        def hook(_module: torch.nn.Module, _args: Any, output: torch.Tensor, number: int = number) -> None:
+        def hook(_module: torch.nn.Module, _args: Any, output: torch.Tensor, record: Record = record) -> None:
             step = active_step()
             if step is not None:
                 chosen = output.to(torch.int32)
@@ -36,7 +38,7 @@ def attach_indexers(
                 # equal rows.
                 ordered = torch.where(seen < 0, 2**31 - 1, seen).sort(dim=-1).values
                 ordered = torch.where(ordered == 2**31 - 1, -1, ordered)
-                capture.record(number, ordered.reshape(-1, ordered.shape[-1]))
+                record(ordered)
 
         indexer.register_forward_hook(hook)
     return capture

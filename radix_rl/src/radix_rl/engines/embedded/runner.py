@@ -97,7 +97,7 @@ class ModelRunner:
         capture.allocate(self.cache)
         self.captures["routed_experts"] = capture
         for layer, (adapter, module) in routers.items():
-            adapter.attach(module, lambda choices, layer=layer: capture.record(layer, choices))
+            adapter.attach(module, capture.recorder(layer))
 
     def capture_indexer_topk(self, index_topk: int) -> None:
         """Hook every indexer. Raises ConfigurationError if there is none."""

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 Record = Callable[[torch.Tensor], None]
-"""Takes the choices of one forward call, `[tokens, k]`, in the order of the flattened input tokens. They are
+"""Takes the choices of one forward call, `[..., k]`, in the order of the flattened input tokens. They are
 kept for several steps: of a module that writes them into the same memory again, pass a copy.
 """
 
@@ -27,7 +26,7 @@ class RouterAdapter(ABC):
         """
 
     @abstractmethod
-    def attach(self, module: torch.nn.Module, record: Record) -> RemovableHandle:
-        """Hook the module so that every forward call passes its choices to `record`. Must not change any
+    def attach(self, module: torch.nn.Module, record: Record) -> None:
+        """Change the module so that every forward call passes its choices to `record`. Must not change any
         value.
         """

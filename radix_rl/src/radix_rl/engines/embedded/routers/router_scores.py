@@ -7,7 +7,6 @@ logits.
 from typing import Any, ClassVar
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from radix_rl.engines.embedded.routers.base import Record, RouterAdapter
 
@@ -18,13 +17,13 @@ class RouterScoresAdapter(RouterAdapter):
     def matches(self, module: torch.nn.Module) -> bool:
         return type(module).__name__ == "Llama4Router" and hasattr(module, "top_k")
 
-    def attach(self, module: torch.nn.Module, record: Record) -> RemovableHandle:
+    def attach(self, module: torch.nn.Module, record: Record) -> None:
         top_k = int(module.top_k)  # type: ignore[arg-type]
 
         def hook(
             _module: torch.nn.Module, _args: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
         ) -> None:
             logits = output[1]
-            record(logits.reshape(-1, logits.shape[-1]).topk(top_k, dim=-1).indices)
+            record(logits.topk(top_k, dim=-1).indices)
 
-        return module.register_forward_hook(hook)
+        module.register_forward_hook(hook)
