@@ -119,7 +119,7 @@ class NarrowCodec(Codec):
         )
 
     def _holds_ids(self, dtype: np.dtype) -> bool:
-        return dtype.kind in "iu" and int(np.iinfo(dtype).max) >= self.ids - 1
+        return dtype.kind in "iu" and 1 << (8 * dtype.itemsize - (dtype.kind == "i")) >= self.ids
 
     def check(self, dtype: np.dtype, shape: tuple[int, ...], stored_bytes: int, start_row: int = 0) -> None:
         if not self._holds_ids(dtype):

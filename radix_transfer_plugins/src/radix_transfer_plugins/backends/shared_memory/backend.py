@@ -96,13 +96,15 @@ class SharedMemoryBackend(Backend):
             return
         # In one order for all writers, so that of two with a key in common one wins.
         values.sort(key=lambda item: item[0])
-        for key in keys:
-            self._require_absent(key)
         num_bytes = sum(len(value) for _, value in values)
         deadline = time.monotonic() + self.config.wait_s
         pause_s = 0.001
         first_try = True
         while not self._try_put(values, num_bytes, recount=first_try):
+            if first_try:
+                # With room, publishing tells: a put that must fail does not wait for room.
+                for key in keys:
+                    self._require_absent(key)
             # Counting takes the lock from those that delete, so a put that waits does it once.
             first_try = False
             capacity = self.config.capacity_bytes
