@@ -72,24 +72,23 @@ class RowCapture:
     def _settle(self) -> None:
         if not self._kept:
             return
-        rows = torch.stack([self._layer(layer) for layer in range(self.layers)], dim=1)
         slots = torch.cat([kept.slots for kept in self._kept])
         positions = torch.cat([kept.positions.view(-1) for kept in self._kept])
-        places = self._cache.flat_rows(1, slots, positions)
-        self.slots.write(places, rows.to(self._dtype).view(len(rows), -1))
+        layers = [torch.cat([self._rows(kept, layer) for kept in self._kept]) for layer in range(self.layers)]
+        rows = torch.cat(layers, dim=1).to(self._dtype)
+        self.slots.write(self._cache.flat_rows(1, slots, positions), rows)
         self._kept.clear()
         self._num_kept = 0
 
-    def _layer(self, layer: int) -> torch.Tensor:
-        """A layer's choices in the steps kept, `[tokens, top_k]`."""
-        return torch.cat(
-            [self._padded(kept.choices.get(layer, self._absent[: len(kept.slots)])) for kept in self._kept]
-        )
-
-    def _padded(self, choices: torch.Tensor) -> torch.Tensor:
-        rows = choices.reshape(-1, choices.shape[-1])
-        missing = self.top_k - rows.shape[1]
-        return torch.nn.functional.pad(rows, (0, missing), value=-1) if missing else rows
+    def _rows(self, kept: _Kept, layer: int) -> torch.Tensor:
+        """A layer's choices in a step, `[tokens, top_k]`."""
+        choices = kept.choices.get(layer)
+        if choices is None:
+            return self._absent[: len(kept.slots)]
+        missing = self.top_k - choices.shape[-1]
+        if missing:
+            choices = torch.nn.functional.pad(choices, (0, missing), value=-1)
+        return choices if choices.dim() == 2 else choices.flatten(0, -2)
 
     def read(self, slot: int, start: int, end: int) -> np.ndarray:
         """Copy of rows [start, end) of a slot: `[end - start, layers, top_k]` int32."""
