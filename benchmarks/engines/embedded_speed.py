@@ -3,7 +3,8 @@ transformers.generate; what capture, the store and the prefix cache cost. One th
 process.
 """
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -19,15 +20,18 @@ from benchmarks.engines.tiny_moe import (
     tiny_model,
     transformers_generate,
 )
+from benchmarks.lockstep import BeforePass, in_lockstep
 from benchmarks.result import Result, at_least, at_most, shown
-from benchmarks.timing import median_ratio, take_turns
+from benchmarks.timing import Case, median_ratio, take_turns
 
 CONCURRENCY = (1, 8, 32, 64)
-GENERATE_CONCURRENCY = 32
-RAGGED_REQUESTS = 256
-ROUNDS, COST_ROUNDS = 3, 10
-"""Each with a model and engines of its own: where memory happens to lie is worth several percent, and stays
-as it is for as long as a model lives.
+BUSY = 32
+"""Concurrency of everything but the share of the bound."""
+RAGGED_ANSWERS = 512
+"""Enough for the end, where ever fewer answers are left, to be a small part."""
+ROUNDS = 3
+"""Each with models and engines of its own: where memory happens to lie is worth a percent or two, and stays
+as it is for as long as they live.
 """
 
 COSTS: dict[str, tuple[Outputs, int]] = {
@@ -42,15 +46,23 @@ Seconds = dict[str, list[float]]
 
 
 def run() -> list[Result]:
-    torch.set_num_threads(1)
-    seconds: Seconds = {}
-    for _ in range(ROUNDS):
-        model = tiny_model()
-        with EngineRun(model, "inline", prefix_cache_tokens=0) as engine:
-            for measure in (equal_lengths, ragged_lengths):
-                extend(seconds, measure(model, engine))
-    for number in range(COST_ROUNDS):
-        extend(seconds, costs(tiny_model(), list(COSTS) if number % 2 == 0 else list(reversed(COSTS))))
+    seconds = shares_of_the_bound()
+    equal = [NEW_TOKENS] * BUSY
+    ragged = np.random.default_rng(0).integers(16, 257, RAGGED_ANSWERS).tolist()
+    for number in range(ROUNDS):
+        costs = {name: partial(engine_case, *case, equal) for name, case in COSTS.items()}
+        extend(seconds, in_lockstep(costs, repetitions=12))
+        equal_cases = {
+            "engine, equal": partial(engine_case, "inline", 0, equal),
+            "generate, equal": partial(generate_case, equal),
+        }
+        extend(seconds, in_lockstep(equal_cases, repetitions=8))
+        if number == 0:
+            ragged_cases = {
+                "engine, ragged": partial(engine_case, "inline", 0, ragged),
+                "generate, ragged": partial(generate_case, ragged),
+            }
+            extend(seconds, in_lockstep(ragged_cases, repetitions=1, warm_up=False))
     return results(seconds)
 
 
@@ -59,54 +71,48 @@ def extend(seconds: Seconds, by: Seconds) -> None:
         seconds.setdefault(name, []).extend(values)
 
 
-def equal_lengths(model: PreTrainedModel, engine: EngineRun) -> Seconds:
-    """The engine beside the forward step at every concurrency, at one of them also beside `generate`."""
+def shares_of_the_bound() -> Seconds:
+    """The engine beside the forward step at every concurrency."""
+    torch.set_num_threads(1)
     seconds: Seconds = {}
-    for count in CONCURRENCY:
-        cases = {
-            f"forward {count}": forward_steps(model, count),
-            f"engine {count}": partial(engine, [NEW_TOKENS] * count),
-        }
-        repetitions = 3
-        if count == GENERATE_CONCURRENCY:
-            input_ids = prompts(count)
-            cases[f"generate {count}"] = partial(transformers_generate, model, input_ids, NEW_TOKENS)
-            repetitions = 8
-        seconds |= take_turns(cases, repetitions=repetitions)
+    for _ in range(ROUNDS):
+        model = tiny_model()
+        with EngineRun(model, "inline", prefix_cache_tokens=0) as engine:
+            for count in CONCURRENCY:
+                cases: dict[str, Case] = {
+                    f"forward {count}": forward_steps(model, count),
+                    f"engine {count}": partial(engine, [NEW_TOKENS] * count),
+                }
+                extend(seconds, take_turns(cases, repetitions=3))
     return seconds
 
 
-def ragged_lengths(model: PreTrainedModel, engine: EngineRun) -> Seconds:
+def stepping_model(before_pass: BeforePass) -> PreTrainedModel:
+    torch.set_num_threads(1)
+    model = tiny_model()
+    model.register_forward_pre_hook(lambda *_: before_pass())
+    return model
+
+
+@contextmanager
+def engine_case(
+    outputs: Outputs, prefix_cache_tokens: int, lengths: list[int], before_pass: BeforePass
+) -> Iterator[Case]:
+    with EngineRun(stepping_model(before_pass), outputs, prefix_cache_tokens=prefix_cache_tokens) as engine:
+        yield partial(engine, lengths, concurrency=BUSY)
+
+
+@contextmanager
+def generate_case(lengths: list[int], before_pass: BeforePass) -> Iterator[Case]:
     """`generate` runs every row of its batch to the end of the longest, and the next batch after that."""
-    count = GENERATE_CONCURRENCY
-    lengths = np.random.default_rng(0).integers(16, 257, RAGGED_REQUESTS).tolist()
-    batches = [lengths[start : start + count] for start in range(0, RAGGED_REQUESTS, count)]
-    input_ids = prompts(count)
+    model = stepping_model(before_pass)
+    input_ids = prompts(BUSY)
 
-    def generate() -> None:
-        for batch in batches:
-            transformers_generate(model, input_ids, max(batch))
+    def case() -> None:
+        for start in range(0, len(lengths), BUSY):
+            transformers_generate(model, input_ids, max(lengths[start : start + BUSY]))
 
-    cases = {
-        "engine, ragged": partial(engine, lengths, concurrency=count),
-        "generate, ragged": generate,
-    }
-    return take_turns(cases, repetitions=1, warm_up=False)
-
-
-def costs(model: PreTrainedModel, order: list[str]) -> Seconds:
-    """Of capture, of the store and of a prefix cache against an engine that captures nothing, at 32; engines
-    built in this order.
-    """
-    lengths = [NEW_TOKENS] * 32
-    with ExitStack() as stack:
-        engines = {}
-        for name in order:
-            outputs, prefix_cache_tokens = COSTS[name]
-            run = EngineRun(model, outputs, prefix_cache_tokens=prefix_cache_tokens)
-            engines[name] = stack.enter_context(run)
-        cases = {name: partial(engine, lengths) for name, engine in engines.items()}
-        return take_turns(cases, repetitions=3)
+    yield case
 
 
 def results(seconds: Seconds) -> list[Result]:
@@ -123,13 +129,15 @@ def results(seconds: Seconds) -> list[Result]:
         ]
     for name, case, bar in (("capture", "capture", 0.05), ("capture and store", "store", 0.03)):
         cost = ratio(case, "plain") - 1
-        found.append(at_most(f"embedded engine: cost of {name} at 32", cost, "ratio", bar))
+        found.append(at_most(f"embedded engine: cost of {name} at {BUSY}", cost, "ratio", bar))
     cost = ratio("prefixes", "capture") - 1
-    found.append(shown("embedded engine: cost of a prefix cache, prompts of 16 tokens, at 32", cost, "ratio"))
-    count = GENERATE_CONCURRENCY
-    for name, of, over, bar in (
-        (f"equal lengths at {count}", f"generate {count}", f"engine {count}", 1.2),
-        (f"{RAGGED_REQUESTS} answers of 16 to 256 at {count}", "generate, ragged", "engine, ragged", 2.0),
+    found.append(
+        shown(f"embedded engine: cost of a prefix cache, prompts of 16 tokens, at {BUSY}", cost, "ratio")
+    )
+    for name, case, bar in (
+        (f"equal lengths at {BUSY}", "equal", 1.2),
+        (f"{RAGGED_ANSWERS} answers of 16 to 256 at {BUSY}", "ragged", 2.0),
     ):
+        of, over = f"generate, {case}", f"engine, {case}"
         found.append(at_least(f"embedded engine / generate: {name}", ratio(of, over), "x", bar))
     return found

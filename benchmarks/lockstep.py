@@ -1,0 +1,143 @@
+"""CPU seconds of cases that take turns every few forward passes, each in a process of its own.
+
+Cases that run one after the other are slowed down by what else the machine does in different seconds, by ten
+percent and more; in lockstep they share the same ones.
+"""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from benchmarks.timing import Case, cpu_seconds
+
+BeforePass = Callable[[], None]
+MakeCase = Callable[[BeforePass], AbstractContextManager[Case]]
+"""Builds a case, which calls the function it is given before each of its forward passes. To be pickled."""
+
+_PASSES_PER_TURN = 4
+_TURN_TIMEOUT_S, _CASE_TIMEOUT_S = 120.0, 1200.0
+
+
+def in_lockstep(
+    makers: Mapping[str, MakeCase], *, repetitions: int, warm_up: bool = True
+) -> dict[str, list[float]]:
+    """Seconds of each case in each repetition. `warm_up`: each is run once before without being counted.
+
+    RuntimeError with its traceback if a case fails; the others are ended then.
+    """
+    context = multiprocessing.get_context("spawn")
+    turns = _Turns(context, len(makers))
+    processes, connections = [], []
+    try:
+        for place, make in enumerate(makers.values()):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(make, turns, place, theirs, warm_up), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            connections.append(ours)
+        _collect(connections)
+        seconds: dict[str, list[float]] = {name: [] for name in makers}
+        for repetition in range(repetitions):
+            turns.begin(first=repetition % len(makers))
+            for connection in connections:
+                connection.send(None)
+            for name, value in zip(makers, _collect(connections), strict=True):
+                seconds[name].append(value)
+        return seconds
+    finally:
+        for connection in connections:
+            connection.close()
+        for process in processes:
+            process.join(10)
+            process.kill()
+
+
+def _collect(connections: Sequence[Connection]) -> list[Any]:
+    """One message of each."""
+    messages: dict[Connection, Any] = {}
+    while len(messages) < len(connections):
+        ready = wait([c for c in connections if c not in messages], _CASE_TIMEOUT_S)
+        if not ready:
+            raise RuntimeError(f"no case ended within {_CASE_TIMEOUT_S:.0f} s")
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            try:
+                messages[connection] = connection.recv()
+            except EOFError:
+                raise RuntimeError("the process of a case died") from None
+            if isinstance(messages[connection], str):
+                raise RuntimeError(f"a case failed:\n{messages[connection]}")
+    return [messages[connection] for connection in connections]
+
+
+class _Turns:
+    """One token goes round among the processes; who holds it runs."""
+
+    def __init__(self, context: Any, count: int) -> None:
+        self._tokens = [context.Semaphore(0) for _ in range(count)]
+        self._running = context.Value("i", 0)
+
+    def begin(self, first: int) -> None:
+        self._running.value = len(self._tokens)
+        self._tokens[first].release()
+
+    def wait(self, place: int) -> None:
+        if not self._tokens[place].acquire(timeout=_TURN_TIMEOUT_S):
+            raise TimeoutError(f"no turn within {_TURN_TIMEOUT_S:.0f} s")
+
+    def pass_on(self, place: int) -> None:
+        self._tokens[(place + 1) % len(self._tokens)].release()
+
+    def leave(self, place: int) -> None:
+        """Hand the token on as long as others run; the last one drops it."""
+        with self._running.get_lock():
+            self._running.value -= 1
+        while self._running.value:
+            self.pass_on(place)
+            while self._running.value and not self._tokens[place].acquire(timeout=0.01):
+                pass
+
+
+class _BeforePass:
+    """Passes the turn on after every few passes, while the case is measured."""
+
+    def __init__(self, turns: _Turns, place: int) -> None:
+        self._turns = turns
+        self._place = place
+        self._passes = 0
+        self.measured = False
+
+    def __call__(self) -> None:
+        if not self.measured:
+            return
+        self._passes += 1
+        if self._passes % _PASSES_PER_TURN == 0:
+            self._turns.pass_on(self._place)
+            self._turns.wait(self._place)
+
+
+def _serve(make: MakeCase, turns: _Turns, place: int, connection: Connection, warm_up: bool) -> None:
+    """Runs in the case's process: one message when it is ready, one with its seconds for each repetition."""
+    before_pass = _BeforePass(turns, place)
+    try:
+        with make(before_pass) as case:
+            if warm_up:
+                case()
+            connection.send(None)
+            while True:
+                try:
+                    connection.recv()
+                except EOFError:
+                    return
+                turns.wait(place)
+                before_pass.measured = True
+                seconds = cpu_seconds(case)
+                before_pass.measured = False
+                turns.leave(place)
+                connection.send(seconds)
+    except BaseException:
+        connection.send(traceback.format_exc())
