@@ -126,7 +126,7 @@ def _attend(
 
 def _is_small(key: torch.Tensor) -> bool:
     """Where attention's kernel takes longer to begin with each head than to read its keys."""
-    return key.device.type == "cpu" and key.dtype == torch.float32 and key[0, 0].numel() <= _SMALL_HEAD
+    return key.is_cpu and key.dtype == torch.float32 and key.shape[2] * key.shape[3] <= _SMALL_HEAD
 
 
 def _short_attention(

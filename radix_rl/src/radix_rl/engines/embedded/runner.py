@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Sequence as Rows
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,19 @@ import torch
 
 from radix_rl.engines.embedded.capture import RowCapture
 from radix_rl.engines.embedded.indexers import attach_indexers
-from radix_rl.engines.embedded.kv_slots import SlotCache
+from radix_rl.engines.embedded.kv_slots import SlotCache, tensor_bytes_per_token
 from radix_rl.engines.embedded.model_loader import LoadedModel, counts_positions_in_cache
 from radix_rl.engines.embedded.routers.registry import find_routers
 from radix_rl.engines.embedded.sequence import Sequence
+from radix_rl.engines.embedded.slot_table import tier_ends
 from radix_rl.engines.embedded.step import ForwardStep, Segment, running_step
 from radix_rl.engines.embedded.step_cache import ProbeCache, StepCache, allocate_layers
 from radix_rl.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
+
+_WORTH_A_SEGMENT_BYTES = 1 << 19
+"""A CPU takes longer to read so much of one layer's keys and values than a further segment costs there."""
 
 
 class ModelRunner:
@@ -43,6 +47,10 @@ class ModelRunner:
         for each request.
         """
         self._slot_numbers = torch.arange(max_tokens_per_step, device=self.device)
+        self._worth_a_segment = None
+        if self.mixes_lengths and self.device.type == "cpu":
+            layer_bytes = tensor_bytes_per_token(self.cache.tensors) / len(self._layers)
+            self._worth_a_segment = _WORTH_A_SEGMENT_BYTES / layer_bytes
         self._try_a_step()
 
     def _probe(self) -> ProbeCache:
@@ -150,7 +158,7 @@ class ModelRunner:
             else:
                 tokens += sequence.token_range(start, start + length)
                 positions += range(start, start + length)
-        segments = _segments(first_slot, sequences, lengths)
+        segments = self._segments(first_slot, sequences, lengths)
         shape = (1, -1) if len(segments) > 1 else (segments[0].num_slots, segments[0].columns)
         slots = self._slot_numbers[first_slot : first_slot + len(sequences)]
         if len(tokens) > len(sequences):
@@ -165,13 +173,31 @@ class ModelRunner:
             slots=slots,
         )
 
+    def _segments(self, first_slot: int, sequences: Rows[Sequence], lengths: Rows[int]) -> list[Segment]:
+        segments = []
+        start = 0
+        for columns, equal in groupby(lengths):
+            end = start + len(list(equal))
+            computed = [sequence.computed for sequence in sequences[start:end]]
+            for first, last in pairwise([0, *self._cuts(first_slot + start, computed), end - start]):
+                key_length = max(computed[first:last]) + columns
+                segments.append(Segment(first_slot + start + first, last - first, columns, key_length))
+            start = end
+        return segments
 
-def _segments(first_slot: int, sequences: Rows[Sequence], lengths: Rows[int]) -> list[Segment]:
-    segments = []
-    start = 0
-    for columns, equal in groupby(lengths):
-        count = len(list(equal))
-        computed = max(sequence.computed for sequence in sequences[start : start + count])
-        segments.append(Segment(first_slot + start, count, columns, computed + columns))
-        start += count
-    return segments
+    def _cuts(self, first_slot: int, computed: list[int]) -> list[int]:
+        """Where to cut neighbours that have so many tokens, for attention to read fewer keys of the shorter
+        ones: at ends of tiers, where that saves enough.
+        """
+        if self._worth_a_segment is None:
+            return []
+        cuts, first = [], 0
+        for end in tier_ends(first_slot + len(computed)):
+            cut = end - first_slot
+            if cut <= first:
+                continue
+            saved = (max(computed[first:]) - max(computed[cut:])) * (len(computed) - cut)
+            if saved >= self._worth_a_segment:
+                cuts.append(cut)
+                first = cut
+        return cuts

@@ -1,11 +1,26 @@
 """`SlotTable`: which running request owns which slot.
 
 Slots [0, num_decoding) decode and slots [num_decoding, len(running)) are still prefilling, in order of
-arrival, without holes, so that each group is one contiguous block of every slot tensor.
+arrival, without holes, so that each group is one contiguous block of every slot tensor. Those that decode lie
+in tiers, the longest in the first, so that attention need not read as many keys of each as the longest has.
 """
+
+from collections.abc import Iterator
+from itertools import pairwise
 
 from radix_rl.engines.embedded.kv_slots import SlotCache, required_stride
 from radix_rl.engines.embedded.sequence import Sequence, SequenceState
+
+_FIRST_TIER = 8
+"""Slots of the first tier; all tiers up to one together have as many slots as the next."""
+
+
+def tier_ends(num_slots: int) -> Iterator[int]:
+    """Where tiers end among the first `num_slots` slots, without the last one's end."""
+    end = _FIRST_TIER
+    while end < num_slots:
+        yield end
+        end *= 2
 
 
 class SlotTable:
@@ -54,8 +69,14 @@ class SlotTable:
         """
         hole = slot
         if slot < self.num_decoding:
+            # From each tier below the longest request moves up.
+            ends = [end for end in tier_ends(self.num_decoding) if end > slot]
+            for start, end in pairwise([*ends, self.num_decoding]):
+                longest = max(range(start, end), key=lambda other: self.running[other].computed)
+                self._move(longest, hole)
+                hole = longest
             self.num_decoding -= 1
-            self._move(self.num_decoding, slot)
+            self._move(self.num_decoding, hole)
             hole = self.num_decoding
         # Those that prefill keep their order; most of them have nothing in their slots yet.
         for source in range(hole + 1, len(self.running)):
