@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
@@ -267,6 +268,17 @@ def test_a_put_that_waits_for_room_counts_the_objects_once(
     with pytest.raises(StoreFullError):
         backend.put_batch([("b", b"x")])
     assert len(counted) == 1
+
+
+def test_a_taken_key_is_told_without_waiting_for_room(connect: Connect) -> None:
+    backend = connect(capacity_bytes=10, wait_s=60)
+    backend.put_batch([("a", bytes(10))])
+    began = time.monotonic()
+    with pytest.raises(KeyExistsError, match="'a' is taken"):
+        backend.put_batch([("a", b"x"), ("b", b"y")])
+    assert time.monotonic() - began < 30
+    assert [info.key for info in backend.list("")] == ["a"]
+    assert backend.stats().used_bytes == 10
 
 
 def test_closing_waits_for_a_put_that_runs_and_ends_one_that_waits(

@@ -3,6 +3,7 @@ refused.
 """
 
 import asyncio
+import copy
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 import transformers as tf
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
+from radix_rl.engines.embedded.build import build_core
 from radix_rl.engines.embedded.experts import EXPERTS_NAME, use_sorted_experts
 from radix_rl.engines.embedded.module_overheads import cut_overheads
 from radix_rl.engines.embedded.routers import registry
@@ -334,8 +336,6 @@ async def test_registered_adapter_teaches_a_new_router(
 async def test_prediction_modules_beside_the_decoder_do_not_write_rows(
     qwen3_moe, engine_of, prompt, request_of, check_against
 ):
-    import copy
-
     drafting = copy.deepcopy(qwen3_moe)
     drafting.mtp = torch.nn.ModuleList([copy.deepcopy(drafting.model.layers[1])])
     drafting.mtp[0].mlp.gate.weight.data.mul_(-1.0)
@@ -349,6 +349,19 @@ async def test_prediction_modules_beside_the_decoder_do_not_write_rows(
         output = await engine.generate(request)
     check_against(qwen3_moe, request, output)
     assert np.array_equal(output.outputs.routed_experts[:, 0], np.full((29, 2), -1))
+
+
+def test_a_copy_of_the_engines_model_computes_with_weights_of_its_own(qwen3_moe, settings):
+    untouched = copy.deepcopy(qwen3_moe)
+    build_core(settings(), qwen3_moe, None)
+    copied = copy.deepcopy(qwen3_moe)
+    token_ids = torch.arange(12)[None]
+    with torch.no_grad():
+        for model in (untouched, copied):
+            model.model.layers[1].mlp.experts.down_proj.mul_(-2.0)
+        expected, own = untouched(token_ids).logits, copied(token_ids).logits
+        assert not torch.allclose(expected, qwen3_moe(token_ids).logits, atol=1e-3)
+    torch.testing.assert_close(own, expected)
 
 
 async def test_llama4_serves_contexts_in_which_its_query_scales_are_one(
