@@ -86,13 +86,14 @@ def slot_attention(
     if len(step.segments) == 1:
         return _attend(step, query, key, value, mask, *options), None
     assert mask is not None
+    tokens = query[0].transpose(0, 1)
     outputs, start = [], 0
     for segment, rows in zip(step.segments, step.segment_masks(mask), strict=True):
-        queries = query[0, :, start : start + segment.num_tokens]
+        queries = tokens[start : start + segment.num_tokens]
         start += segment.num_tokens
-        queries = queries.unflatten(1, (segment.num_slots, segment.columns)).transpose(0, 1)
+        queries = queries.view(segment.num_slots, segment.columns, *queries.shape[1:]).transpose(1, 2)
         slots = slice(segment.first_slot, segment.first_slot + segment.num_slots)
-        keys, values = (states[slots, :, : segment.key_length] for states in (key, value))
+        keys, values = key[slots, :, : segment.key_length], value[slots, :, : segment.key_length]
         outputs.append(_attend(step, queries, keys, values, rows, *options).flatten(0, 1))
     return torch.cat(outputs)[None], None
 
