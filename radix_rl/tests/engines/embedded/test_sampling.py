@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from radix_rl.engines.embedded import sampling_batch
+from radix_rl.engines.embedded import sampler, sampling_batch
 from radix_rl.engines.embedded.sampler import Sampler
 from radix_rl.engines.embedded.sampling_batch import SamplingBatch
 from radix_rl.engines.embedded.sequence import Sequence
@@ -152,6 +152,26 @@ def test_every_token_of_a_large_vocabulary_has_its_chance(monkeypatch, sample):
         monkeypatch.setattr(sampling_batch, "uniform", partial(constant, share))
         # Rounding the probabilities to float32 shifts where each begins.
         assert abs(sample(probs).tokens[0] - token) <= 2
+
+
+def test_drawing_a_block_first_changes_no_draw(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    uniforms = torch.rand(64, dtype=torch.float64, generator=generator)
+    uniforms[:4] = torch.tensor([2.0**-53, 1 - 2.0**-53, 0.5, 0.25], dtype=torch.float64)
+    for size in (257, 4097, 6000, 8192):
+        weights = (3 * torch.randn(64, size, generator=generator)).softmax(-1)
+        # Many tokens without probability, whole blocks and the last ones among them.
+        weights[:, torch.rand(size, generator=generator) < 0.5] = 0.0
+        weights[:, 256:512] = 0.0
+        weights[::2, size - 3 :] = 0.0
+        monkeypatch.setattr(sampler, "_DRAWN_AT_ONCE", size)
+        at_once = sampler._draw(weights, uniforms)
+        monkeypatch.setattr(sampler, "_DRAWN_AT_ONCE", 0)
+        assert torch.equal(sampler._draw(weights, uniforms), at_once)
+        assert (weights.gather(1, at_once[:, None]) > 0).all()
+        weights[7] = float("nan")
+        drawn = sampler._draw(weights, uniforms)
+        assert ((drawn >= 0) & (drawn < size)).all()
 
 
 def test_a_rare_token_is_drawn_as_often_as_its_probability_says(sample):

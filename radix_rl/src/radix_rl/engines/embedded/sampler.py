@@ -19,6 +19,9 @@ from radix_rl.types import LOGPROB_FLOOR
 
 logger = logging.getLogger(__name__)
 
+_DRAWN_AT_ONCE, _BLOCK = 4096, 256
+"""Weights that are cumulated as they are; weights of a block, where there are more."""
+
 
 @dataclass(frozen=True)
 class Support:
@@ -172,12 +175,36 @@ class Sampler:
 def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Where cumulated weights `[rows, k]` pass the share `uniforms` `[rows]` of their sum: int64 `[rows]`.
 
-    In float64, where no weight is lost beside the sum of a large vocabulary, and no share below 1 reaches the
-    sum: a weight of 0 is never drawn. Where the weights are not finite the draw is anywhere.
+    Cumulated in float64, where no weight is lost beside the sum of a large vocabulary, and no share below 1
+    reaches the sum: a weight of 0 is never drawn. Where the weights are not finite the draw is anywhere.
     """
-    cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
-    index = torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)[:, 0]
-    return index.clamp_(max=weights.shape[1] - 1)
+    size = weights.shape[1]
+    if size <= _DRAWN_AT_ONCE:
+        cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
+        return _passing(cumulated, uniforms[:, None] * cumulated[:, -1:])[:, 0]
+    # First a block, then a place in it: it takes several times as long to cumulate a large vocabulary as to
+    # sum it.
+    whole = size // _BLOCK * _BLOCK
+    sums = weights[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1)
+    if whole < size:
+        sums = torch.cat((sums, weights[:, whole:].sum(dim=-1, keepdim=True)), dim=1)
+    sums = sums.double()
+    ends = sums.cumsum(dim=-1)
+    shares = uniforms[:, None] * ends[:, -1:]
+    block = _passing(ends, shares)
+    places = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    inside = weights.gather(1, places.clamp(max=size - 1)).masked_fill_(places >= size, 0.0)
+    cumulated = inside.cumsum(dim=-1, dtype=torch.float64)
+    # As a share of the block, since its float32 sum may differ from what its weights cumulate to.
+    before = torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
+    left = (shares - before) / sums.gather(1, block) * cumulated[:, -1:]
+    below_sum = torch.nextafter(cumulated[:, -1:], torch.zeros_like(left))
+    return places.gather(1, _passing(cumulated, torch.minimum(left, below_sum)))[:, 0].clamp_(max=size - 1)
+
+
+def _passing(cumulated: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Where each row passes its share: both `[rows, ...]`, returns int64 `[rows, 1]`."""
+    return torch.searchsorted(cumulated, shares, right=True).clamp_(max=cumulated.shape[1] - 1)
 
 
 def _support(token_ids: torch.Tensor, logprobs: torch.Tensor) -> Support:
