@@ -8,7 +8,7 @@ import torch
 
 from radix_rl.engines.embedded import runner
 from radix_rl.engines.embedded.kv_slots import SlotCache
-from radix_rl.engines.embedded.runner import ModelRunner
+from radix_rl.engines.embedded.segments import cut_segments
 from radix_rl.engines.embedded.sequence import Sequence
 from radix_rl.engines.embedded.slot_table import SlotTable, tier_ends
 from radix_rl.types import GenerateRequest, SamplingParams
@@ -29,9 +29,28 @@ def test_tiers_double():
     assert list(tier_ends(64)) == [8, 16, 32]
 
 
+def test_segments_are_cut_where_enough_keys_go_unread():
+    computed, lengths = [90] * 8 + [50] * 8 + [20] * 4, [1] * 20
+
+    def shapes(worth: float, first_slot: int = 0) -> list[tuple[int, int, int]]:
+        segments = cut_segments(first_slot, computed, lengths, worth)
+        return [(segment.first_slot, segment.num_slots, segment.key_length) for segment in segments]
+
+    assert shapes(float("inf")) == [(0, 20, 91)]
+    assert shapes(480) == [(0, 8, 91), (8, 12, 51)]
+    assert shapes(120) == [(0, 8, 91), (8, 8, 51), (16, 4, 21)]
+    # Tiers belong to the slots, wherever a step begins.
+    assert shapes(120, first_slot=4) == [(4, 12, 91), (16, 8, 51)]
+    mixed = cut_segments(0, [3, 3, 0], [1, 1, 5], 1)
+    assert [(segment.num_slots, segment.columns, segment.key_length) for segment in mixed] == [
+        (2, 1, 4),
+        (1, 5, 5),
+    ]
+
+
 @pytest.fixture
 def table():
-    """Sixteen requests that decode and two that prefill; each slot holds its request's number."""
+    """34 requests that decode and two that prefill; each slot holds its request's number."""
     cache = SlotCache(capacity_tokens=40 * 112, device=torch.device("cpu"))
     held = cache.add(1, 1, torch.int32)
     table = SlotTable(cache, max_running_requests=40)
@@ -65,17 +84,16 @@ def test_whoever_leaves_the_longest_stay_in_front_and_keep_what_they_have(table)
 async def test_answers_equal_a_full_forward_pass_in_tiers(
     qwen3_moe, engine_of, prompt, request_of, check_against, monkeypatch
 ):
-    monkeypatch.setattr(runner, "_WORTH_A_SEGMENT_BYTES", 1)
+    monkeypatch.setattr(runner, "CPU_WORTH_A_CUT_BYTES", 1)
     most = 0
-    cuts = ModelRunner._cuts
 
-    def counted(self, *args):
+    def counted(*args):
         nonlocal most
-        found = cuts(self, *args)
-        most = max(most, len(found))
-        return found
+        segments = cut_segments(*args)
+        most = max(most, sum(segment.columns == 1 for segment in segments))
+        return segments
 
-    monkeypatch.setattr(ModelRunner, "_cuts", counted)
+    monkeypatch.setattr(runner, "cut_segments", counted)
     requests = [
         request_of(
             str(i), prompt(1 + 3 * (i % 9), i), max_new_tokens=4 + 2 * (i % 13), return_routed_experts=True
@@ -86,7 +104,7 @@ async def test_answers_equal_a_full_forward_pass_in_tiers(
         qwen3_moe, max_running_requests=24, kv_cache_tokens=24 * 64, chunked_prefill_tokens=256
     ) as engine:
         answers = await asyncio.gather(*[engine.generate(request) for request in requests])
-    assert most >= 2
+    assert most >= 3
     for request, answer in zip(requests, answers, strict=True):
         assert len(answer.output_ids) == request.sampling.max_new_tokens
         check_against(qwen3_moe, request, answer)

@@ -2,8 +2,8 @@
 
 import inspect
 import logging
+import math
 from collections.abc import Sequence as Rows
-from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,13 @@ from radix_rl.engines.embedded.indexers import attach_indexers
 from radix_rl.engines.embedded.kv_slots import SlotCache, tensor_bytes_per_token
 from radix_rl.engines.embedded.model_loader import LoadedModel, counts_positions_in_cache
 from radix_rl.engines.embedded.routers.registry import find_routers
+from radix_rl.engines.embedded.segments import CPU_WORTH_A_CUT_BYTES, cut_segments
 from radix_rl.engines.embedded.sequence import Sequence
-from radix_rl.engines.embedded.slot_table import tier_ends
 from radix_rl.engines.embedded.step import ForwardStep, Segment, running_step
 from radix_rl.engines.embedded.step_cache import ProbeCache, StepCache, allocate_layers
 from radix_rl.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
-
-_WORTH_A_SEGMENT_BYTES = 1 << 19
-"""A CPU takes longer to read so much of one layer's keys and values than a further segment costs there."""
 
 
 class ModelRunner:
@@ -47,10 +44,11 @@ class ModelRunner:
         for each request.
         """
         self._slot_numbers = torch.arange(max_tokens_per_step, device=self.device)
-        self._worth_a_segment = None
+        self._worth_a_cut = math.inf
+        """Keys that must go unread for a segment more."""
         if self.mixes_lengths and self.device.type == "cpu":
             layer_bytes = tensor_bytes_per_token(self.cache.tensors) / len(self._layers)
-            self._worth_a_segment = _WORTH_A_SEGMENT_BYTES / layer_bytes
+            self._worth_a_cut = CPU_WORTH_A_CUT_BYTES / layer_bytes
         self._try_a_step()
 
     def _probe(self) -> ProbeCache:
@@ -158,7 +156,8 @@ class ModelRunner:
             else:
                 tokens += sequence.token_range(start, start + length)
                 positions += range(start, start + length)
-        segments = self._segments(first_slot, sequences, lengths)
+        computed = [sequence.computed for sequence in sequences]
+        segments = cut_segments(first_slot, computed, lengths, self._worth_a_cut)
         shape = (1, -1) if len(segments) > 1 else (segments[0].num_slots, segments[0].columns)
         slots = self._slot_numbers[first_slot : first_slot + len(sequences)]
         if len(tokens) > len(sequences):
@@ -172,32 +171,3 @@ class ModelRunner:
             positions=inputs[1].view(shape),
             slots=slots,
         )
-
-    def _segments(self, first_slot: int, sequences: Rows[Sequence], lengths: Rows[int]) -> list[Segment]:
-        segments = []
-        start = 0
-        for columns, equal in groupby(lengths):
-            end = start + len(list(equal))
-            computed = [sequence.computed for sequence in sequences[start:end]]
-            for first, last in pairwise([0, *self._cuts(first_slot + start, computed), end - start]):
-                key_length = max(computed[first:last]) + columns
-                segments.append(Segment(first_slot + start + first, last - first, columns, key_length))
-            start = end
-        return segments
-
-    def _cuts(self, first_slot: int, computed: list[int]) -> list[int]:
-        """Where to cut neighbours that have so many tokens, for attention to read fewer keys of the shorter
-        ones: at ends of tiers, where that saves enough.
-        """
-        if self._worth_a_segment is None:
-            return []
-        cuts, first = [], 0
-        for end in tier_ends(first_slot + len(computed)):
-            cut = end - first_slot
-            if cut <= first:
-                continue
-            saved = (max(computed[first:]) - max(computed[cut:])) * (len(computed) - cut)
-            if saved >= self._worth_a_segment:
-                cuts.append(cut)
-                first = cut
-        return cuts
