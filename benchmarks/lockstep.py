@@ -1,10 +1,12 @@
 """CPU seconds of cases that take turns every few forward passes, each in a process of its own.
 
 Cases that run one after the other are slowed down by what else the machine does in different seconds, by ten
-percent and more; in lockstep they share the same ones.
+percent and more; in lockstep they share the same ones. They also share one CPU: free to move, a process that
+waits for its turn wakes up on another one with empty caches, and equal cases differ by five percent for one.
 """
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -122,6 +124,8 @@ class _BeforePass:
 
 def _serve(make: MakeCase, turns: _Turns, place: int, connection: Connection, warm_up: bool) -> None:
     """Runs in the case's process: one message when it is ready, one with its seconds for each repetition."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     before_pass = _BeforePass(turns, place)
     try:
         with make(before_pass) as case:

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from radix_rl.engines.embedded.step import ForwardStep, active_step
+from radix_rl.engines.embedded.step import ForwardStep, Segment, active_step
 
 ATTENTION_NAME = "radix_slots"
 _SMALL_HEAD = 1 << 14
@@ -82,40 +82,52 @@ def slot_attention(
         mask = _keep_only(mask, kwargs["indices"], key.shape[2], query.dtype)
     elif mask is not None and mask.dtype != torch.bool and mask.dtype != query.dtype:
         mask = step.mask_of_dtype(mask, query.dtype)
-    options = (scaling, kwargs.get("s_aux"), kwargs.get("softcap"))
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
+    plain = sinks is None and softcap is None
+    short = plain and mask is not None and mask.dtype == key.dtype and _is_short(key)
     if len(step.segments) == 1:
-        return _attend(step, query, key, value, mask, *options), None
+        if short and query.shape[2] == 1:
+            assert mask is not None
+            masks = step.mask_of_heads(mask, key.shape[1])
+            output = _short_attention(query, key.flatten(0, 1), value.flatten(0, 1), masks, scale)
+            return output.transpose(1, 2), None
+        if plain:
+            return _fused_attention(step, query, key, value, mask, scale), None
+        return _explicit_attention(query, key, value, mask, scale, sinks, softcap), None
     assert mask is not None
     tokens = query[0].transpose(0, 1)
     outputs, start = [], 0
     for segment, rows in zip(step.segments, step.segment_masks(mask), strict=True):
         queries = tokens[start : start + segment.num_tokens]
         start += segment.num_tokens
+        if short and segment.columns == 1:
+            masks = step.mask_of_heads(rows, key.shape[1])
+            keys, values = _by_head(key, segment, len(masks)), _by_head(value, segment, len(masks))
+            outputs.append(_short_attention(queries, keys, values, masks, scale))
+            continue
         queries = queries.view(segment.num_slots, segment.columns, *queries.shape[1:]).transpose(1, 2)
         slots = slice(segment.first_slot, segment.first_slot + segment.num_slots)
         keys, values = key[slots, :, : segment.key_length], value[slots, :, : segment.key_length]
-        outputs.append(_attend(step, queries, keys, values, rows, *options).flatten(0, 1))
+        if plain:
+            output = _fused_attention(step, queries, keys, values, rows, scale)
+        else:
+            output = _explicit_attention(queries, keys, values, rows, scale, sinks, softcap)
+        outputs.append(output.flatten(0, 1))
     return torch.cat(outputs)[None], None
 
 
-def _attend(
+def _fused_attention(
     step: ForwardStep,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float | None,
-    sinks: torch.Tensor | None,
-    softcap: float | None,
+    scaling: float,
 ) -> torch.Tensor:
     """Of one segment; shapes as in `slot_attention`."""
     batch, heads, columns, width = query.shape
     groups = heads // key.shape[1]
-    if sinks is not None or softcap is not None:
-        scale = width**-0.5 if scaling is None else scaling
-        return _explicit_attention(query, key, value, mask, scale, sinks, softcap)
-    if columns == 1 and mask is not None and mask.dtype == key.dtype and _is_small(key):
-        return _short_attention(query, key, value, step.mask_of_heads(mask, key.shape[1]), scaling)
     if mask is not None:
         mask = step.repeat_mask(mask, groups)
     grouped = query.reshape(batch, key.shape[1], groups * columns, width)
@@ -125,23 +137,30 @@ def _attend(
     return output.reshape(batch, heads, columns, value.shape[-1]).transpose(1, 2).contiguous()
 
 
-def _is_small(key: torch.Tensor) -> bool:
+def _is_short(key: torch.Tensor) -> bool:
     """Where attention's kernel takes longer to begin with each head than to read its keys."""
-    return key.is_cpu and key.dtype == torch.float32 and key.shape[2] * key.shape[3] <= _SMALL_HEAD
+    return key.shape[2] * key.shape[3] <= _SMALL_HEAD and key.is_cpu and key.dtype == torch.float32
+
+
+def _by_head(keys: torch.Tensor, segment: Segment, count: int) -> torch.Tensor:
+    """`[slots, heads, L, d]` -> those of the segment's slots, `[count, its key_length, d]`."""
+    slot, head, key, element = keys.stride()
+    if slot != keys.shape[1] * head:
+        return keys[segment.first_slot :].flatten(0, 1)[:count, : segment.key_length]
+    # A view in one operation: a step of few tokens has a hundred of these.
+    shape = (count, segment.key_length, keys.shape[3])
+    return keys.as_strided(shape, (head, key, element), keys.storage_offset() + segment.first_slot * slot)
 
 
 def _short_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, masks: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """One query a request, `[b, heads, 1, d]`, in batched products; `mask` `[b * key_heads, 1, L]`; returns
-    `[b, 1, heads, d]`.
+    """One query a request, `[n, heads, ..., d]`, in batched products; `keys`/`values`
+    `[n * key_heads, L, d]`, `masks` `[n * key_heads, 1, L]`; returns the shape of `query`.
     """
-    batch, heads, _, width = query.shape
-    keys, values = key.flatten(0, 1), value.flatten(0, 1)
-    grouped = query.reshape(len(keys), -1, width)
-    scale = width**-0.5 if scaling is None else scaling
-    weights = torch.baddbmm(mask, grouped, keys.transpose(1, 2), alpha=scale).softmax(dim=-1)
-    return torch.bmm(weights, values).view(batch, 1, heads, value.shape[-1])
+    grouped = query.reshape(len(keys), -1, query.shape[-1])
+    weights = torch.baddbmm(masks, grouped, keys.transpose(1, 2), alpha=scale).softmax(dim=-1)
+    return torch.bmm(weights, values).view(*query.shape[:-1], values.shape[2])
 
 
 def _keep_only(
