@@ -29,7 +29,7 @@ BUSY = 32
 """Concurrency of everything but the share of the bound."""
 RAGGED_ANSWERS = 512
 """Enough for the end, where ever fewer answers are left, to be a small part."""
-ROUNDS = 3
+ROUNDS, COST_ROUNDS = 3, 6
 """Each with models and engines of its own: where memory happens to lie is worth a percent or two, and stays
 as it is for as long as they live.
 """
@@ -49,20 +49,22 @@ def run() -> list[Result]:
     seconds = shares_of_the_bound()
     equal = [NEW_TOKENS] * BUSY
     ragged = np.random.default_rng(0).integers(16, 257, RAGGED_ANSWERS).tolist()
-    for number in range(ROUNDS):
+    for number in range(COST_ROUNDS):
         costs = {name: partial(engine_case, *case, equal) for name, case in COSTS.items()}
-        extend(seconds, in_lockstep(costs, repetitions=12))
+        # Turns go round in one order, and whose turn a case's follows is worth a percent.
+        names = list(costs) if number % 2 == 0 else list(reversed(costs))
+        extend(seconds, in_lockstep({name: costs[name] for name in names}, repetitions=8))
+    for _ in range(ROUNDS):
         equal_cases = {
             "engine, equal": partial(engine_case, "inline", 0, equal),
             "generate, equal": partial(generate_case, equal),
         }
         extend(seconds, in_lockstep(equal_cases, repetitions=8))
-        if number == 0:
-            ragged_cases = {
-                "engine, ragged": partial(engine_case, "inline", 0, ragged),
-                "generate, ragged": partial(generate_case, ragged),
-            }
-            extend(seconds, in_lockstep(ragged_cases, repetitions=1, warm_up=False))
+        ragged_cases = {
+            "engine, ragged": partial(engine_case, "inline", 0, ragged),
+            "generate, ragged": partial(generate_case, ragged),
+        }
+        extend(seconds, in_lockstep(ragged_cases, repetitions=1, warm_up=False))
     return results(seconds)
 
 

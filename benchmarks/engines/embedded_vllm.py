@@ -33,7 +33,7 @@ def run() -> list[Result]:
             lengths = [NEW_TOKENS] * CONCURRENCY
             seconds = take_turns(
                 {"engine": lambda: engine(lengths), "vllm": lambda: ask(program)},
-                repetitions=7,
+                repetitions=15,
                 # One of the two is idle while the other works.
                 meter=lambda case: cpu_seconds(case, [program.pid]),
             )

@@ -31,7 +31,7 @@ from radix_transfer_plugins.plan import (
     require_readable,
     split_chunks,
 )
-from radix_transfer_plugins.ref import FieldSpec, StoreRef
+from radix_transfer_plugins.ref import DTYPES, FieldSpec, StoreRef
 from radix_transfer_plugins.views import LentArray, Loan, ReleasedView
 
 __all__ = ["OutputStore", "ReadRequest", "RowRanges", "StoreStats"]
@@ -47,6 +47,9 @@ _SHARED_CALL_BYTES, _SHARED_CALL_FIELDS = 1 << 20, 64
 """Encoded stashes go to the backend together until they have so many bytes or fields: a backend may hold a
 file open for each.
 """
+
+_DTYPE_NAMES = {np.dtype(name): name for name in DTYPES}
+"""numpy takes longer to put a name together than to copy a small array."""
 
 
 class StoreStats(msgspec.Struct, kw_only=True):
@@ -253,7 +256,7 @@ class OutputStore:
         try:
             data = byte_view(codec.encode(array, start_row))
             spec = FieldSpec(
-                dtype=array.dtype.name,
+                dtype=_DTYPE_NAMES.get(array.dtype) or array.dtype.name,
                 shape=array.shape,
                 codec=codec.name,
                 codec_config=codec.get_config(),
