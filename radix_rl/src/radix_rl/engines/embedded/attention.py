@@ -6,6 +6,7 @@ the engine's model still works.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,17 +85,19 @@ def slot_attention(
         mask = step.mask_of_dtype(mask, query.dtype)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
-    plain = sinks is None and softcap is None
-    short = plain and mask is not None and mask.dtype == key.dtype and _is_short(key)
+    if sinks is None and softcap is None:
+        attend = partial(_fused_attention, step)
+        short = mask is not None and mask.dtype == key.dtype and _is_short(key)
+    else:
+        attend = partial(_explicit_attention, sinks=sinks, softcap=softcap)
+        short = False
     if len(step.segments) == 1:
         if short and query.shape[2] == 1:
             assert mask is not None
             masks = step.mask_of_heads(mask, key.shape[1])
             output = _short_attention(query, key.flatten(0, 1), value.flatten(0, 1), masks, scale)
             return output.transpose(1, 2), None
-        if plain:
-            return _fused_attention(step, query, key, value, mask, scale), None
-        return _explicit_attention(query, key, value, mask, scale, sinks, softcap), None
+        return attend(query, key, value, mask, scale), None
     assert mask is not None
     tokens = query[0].transpose(0, 1)
     outputs, start = [], 0
@@ -109,11 +112,7 @@ def slot_attention(
         queries = queries.view(segment.num_slots, segment.columns, *queries.shape[1:]).transpose(1, 2)
         slots = slice(segment.first_slot, segment.first_slot + segment.num_slots)
         keys, values = key[slots, :, : segment.key_length], value[slots, :, : segment.key_length]
-        if plain:
-            output = _fused_attention(step, queries, keys, values, rows, scale)
-        else:
-            output = _explicit_attention(queries, keys, values, rows, scale, sinks, softcap)
-        outputs.append(output.flatten(0, 1))
+        outputs.append(attend(queries, keys, values, rows, scale).flatten(0, 1))
     return torch.cat(outputs)[None], None
 
 
