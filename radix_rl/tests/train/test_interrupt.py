@@ -7,6 +7,14 @@ import pytest
 from radix_rl.train.interrupt import run_until_interrupted
 
 
+@pytest.fixture(autouse=True)
+def handled():
+    """Whoever starts the tests in the background of a shell has them ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_the_first_signal_cancels_from_the_loop_and_lets_it_clean_up():
     seen = []
 
