@@ -346,14 +346,53 @@ def start_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
 @pytest.fixture(scope="session")
 def metric() -> Callable[[Server, str], float]:
-    """`metric(server, name)`: a counter of the engine's own `/metrics`."""
+    """`metric(server, name)`: a counter of the engine's own `/metrics`, whatever its labels."""
 
     def value(server: Server, name: str) -> float:
         lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
-        (line,) = [line for line in lines if line.startswith(f"{name} ")]
-        return float(line.split()[1])
+        (line,) = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+        return float(line.split()[-1])
 
     return value
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[..., None]:
+    """`wait_until(condition, timeout_s=300)`: fails the test when the condition does not come true."""
+
+    def wait(condition: Callable[[], bool], timeout_s: float = 300) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {timeout_s} s"
+            time.sleep(0.02)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def killed_client(wait_until: Callable[..., None]) -> Callable[..., None]:
+    """`killed_client(url, path, body, kill_when)`: a process of its own that sends a request and is killed
+    while it waits for the answer."""
+
+    def run(url: str, path: str, body: dict[str, Any], kill_when: Callable[[], bool]) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        program = f"""
+import json, socket, time
+body = json.dumps({body!r}).encode()
+s = socket.create_connection(({host!r}, {port}))
+head = ["POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {{len(body)}}"]
+s.sendall("\\r\\n".join([*head, "", ""]).encode() + body)
+time.sleep(600)
+"""
+        process = subprocess.Popen([sys.executable, "-c", program])
+        try:
+            wait_until(kill_when)
+            assert process.poll() is None
+        finally:
+            process.kill()
+            process.wait()
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -427,4 +466,11 @@ def faults(store_config: dict[str, Any]) -> Iterator[Callable[..., None]]:
 def puts_begun(store_config: dict[str, Any]) -> Callable[[], int]:
     """Number of stashes whose put into the store of `store_config` began, since ever; again counts again."""
     path = Path(store_config["faults"]).with_suffix(".puts")
-    return lambda: len(path.read_text().splitlines()) if path.exists() else 0
+    return lambda: path.read_text().count("begun\n") if path.exists() else 0
+
+
+@pytest.fixture
+def puts_ended(store_config: dict[str, Any]) -> Callable[[], int]:
+    """Of those begun, the number that are stored or have failed."""
+    path = Path(store_config["faults"]).with_suffix(".puts")
+    return lambda: path.read_text().count("ended\n") if path.exists() else 0

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import httpx
 import pytest
 
 
@@ -31,6 +32,17 @@ def server(start_store_server: Callable[..., Any]) -> Iterator[Any]:
     """Shared by the tests of this folder, since starting one is what takes their time."""
     with start_store_server("--enable-return-indexer-topk", "--enable-metrics") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def num_running() -> Callable[[Any], int]:
+    """`num_running(server)`: requests past their prefill; each has a token at least."""
+
+    def count(server: Any) -> int:
+        loads = httpx.get(f"{server.url}/v1/loads", timeout=60).json()["loads"]
+        return sum(load["num_running_reqs"] for load in loads)
+
+    return count
 
 
 @pytest.fixture

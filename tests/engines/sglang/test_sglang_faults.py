@@ -2,10 +2,7 @@
 behind.
 """
 
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,31 +20,18 @@ STORING_S = 2.0
 """How long a delayed put takes; requests themselves take milliseconds."""
 
 
-def killed_client(url: str, path: str, body: dict[str, Any], after_s: float) -> None:
-    """A process of its own that sends a request and is killed while it waits for the answer."""
-    host, port = url.removeprefix("http://").split(":")
-    program = f"""
-import json, socket, time
-body = json.dumps({body!r}).encode()
-s = socket.create_connection(({host!r}, {port}))
-head = ["POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {{len(body)}}"]
-s.sendall("\\r\\n".join([*head, "", ""]).encode() + body)
-print("sent", flush=True)
-time.sleep(600)
-"""
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    time.sleep(after_s)
-    process.kill()
-    process.wait()
-    process.stdout.close()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
 def test_client_killed_while_storing_leaves_nothing(
-    server: Any, reader: Any, faults: Callable[..., None], path: str, stream: bool
+    server: Any,
+    reader: Any,
+    faults: Callable[..., None],
+    puts_begun: Callable[[], int],
+    puts_ended: Callable[[], int],
+    killed_client: Callable[..., None],
+    wait_until: Callable[..., None],
+    path: str,
+    stream: bool,
 ) -> None:
     chat = {
         "model": "tiny",
@@ -58,19 +42,29 @@ def test_client_killed_while_storing_leaves_nothing(
     opt_in = {"return_routed_experts": True, "return_outputs_via_store": True}
     body = {**(BODY if path == "/generate" else {**chat, **opt_in}), "stream": stream}
     faults(delay_s=STORING_S)
-    killed_client(server.url, path, body, after_s=STORING_S / 2)
-    time.sleep(STORING_S)
+    begun, ended = puts_begun(), puts_ended()
+    killed_client(server.url, path, body, lambda: puts_begun() > begun)
+    wait_until(lambda: puts_ended() > ended)
     assert reader.is_empty_within(5), reader.keys()
     faults()
     reader.take(server.generate(BODY)["meta_info"])
 
 
-def test_client_killed_while_decoding_leaves_nothing(server: Any, reader: Any) -> None:
+def test_client_killed_while_decoding_leaves_nothing(
+    server: Any,
+    reader: Any,
+    puts_begun: Callable[[], int],
+    num_running: Callable[[Any], int],
+    killed_client: Callable[..., None],
+    wait_until: Callable[..., None],
+) -> None:
+    before = puts_begun()
     endless = {**BODY, "sampling_params": {"max_new_tokens": 3900, "temperature": 0, "ignore_eos": True}}
-    killed_client(server.url, "/generate", endless, after_s=1.0)
+    killed_client(server.url, "/generate", endless, lambda: num_running(server) == 1)
     # The server looks for clients that left once a second (SGLANG_REQUEST_STATE_WAIT_TIMEOUT).
-    time.sleep(3)
-    assert reader.is_empty_within(5), reader.keys()
+    wait_until(lambda: num_running(server) == 0)
+    reader.take(server.generate(BODY)["meta_info"])
+    assert puts_begun() == before + 1
 
 
 @pytest.mark.parametrize(
@@ -106,7 +100,7 @@ def test_failed_put_ends_a_stream_with_an_error_chunk(
 
 
 def test_failed_sibling_frees_the_objects_of_the_others(
-    server: Any, reader: Any, faults: Callable[..., None]
+    server: Any, reader: Any, faults: Callable[..., None], wait_until: Callable[..., None]
 ) -> None:
     """The first two items finish and are stored at once, the third finishes later, when puts fail."""
     short, long = {"max_new_tokens": 1, "ignore_eos": True}, {"max_new_tokens": 1500, "ignore_eos": True}
@@ -114,25 +108,27 @@ def test_failed_sibling_frees_the_objects_of_the_others(
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(server.post("/generate", body)))
     thread.start()
-    deadline = time.monotonic() + 30
-    while len(reader.keys()) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert len(reader.keys()) == 2
+    wait_until(lambda: len(reader.keys()) == 2, 30)
     faults(error="StoreFullError")
     thread.join(timeout=120)
     assert answers[0].status_code == 500
     assert reader.is_empty_within(5), reader.keys()
 
 
-def test_others_are_served_while_a_put_waits(server: Any, reader: Any, faults: Callable[..., None]) -> None:
+def test_others_are_served_while_a_put_waits(
+    server: Any,
+    reader: Any,
+    faults: Callable[..., None],
+    puts_begun: Callable[[], int],
+    wait_until: Callable[..., None],
+) -> None:
     faults(delay_s=STORING_S)
+    before = puts_begun()
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(server.generate(BODY)))
     thread.start()
-    time.sleep(STORING_S / 4)
-    started = time.monotonic()
+    wait_until(lambda: puts_begun() > before)
     server.generate({**BODY, "return_outputs_via_store": False})
-    assert time.monotonic() - started < STORING_S / 2
     assert not answers
     thread.join(timeout=30)
     reader.take(answers[0]["meta_info"])

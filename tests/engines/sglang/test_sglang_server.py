@@ -2,7 +2,6 @@
 
 import base64
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -317,14 +316,18 @@ def test_nothing_asked_for_means_no_reference(server: Any, reader: Any) -> None:
 
 
 def test_aborted_request_delivers_the_rows_of_its_partial_output(
-    server: Any, reader: Any, experts_of_full_forward: Callable
+    server: Any,
+    reader: Any,
+    experts_of_full_forward: Callable,
+    num_running: Callable[[Any], int],
+    wait_until: Callable[..., None],
 ) -> None:
     sampling = {"max_new_tokens": 3000, "temperature": 0, "ignore_eos": True}
     answers: list[Any] = []
     body = {"rid": "abort-me", "input_ids": PROMPT, "sampling_params": sampling, **ROWS}
     thread = threading.Thread(target=lambda: answers.append(server.generate(body)))
     thread.start()
-    time.sleep(1.5)
+    wait_until(lambda: num_running(server) == 1)
     server.post("/abort_request", {"rid": "abort-me"})
     thread.join(timeout=60)
     (answer,) = answers
@@ -335,7 +338,9 @@ def test_aborted_request_delivers_the_rows_of_its_partial_output(
     np.testing.assert_array_equal(stash.routed_experts, experts_of_full_forward(PROMPT + output_ids)[:-1])
 
 
-def test_aborted_in_the_queue_has_no_reference_and_no_error(server: Any, reader: Any) -> None:
+def test_aborted_in_the_queue_has_no_reference_and_no_error(
+    server: Any, reader: Any, num_running: Callable[[Any], int], wait_until: Callable[..., None]
+) -> None:
     """Paused in place nothing is scheduled, so the request waits until it is aborted."""
     answers: list[Any] = []
     body = {"rid": "queued", "input_ids": PROMPT, "sampling_params": GREEDY, **ROWS}
@@ -345,7 +350,7 @@ def test_aborted_in_the_queue_has_no_reference_and_no_error(server: Any, reader:
         for b in (running, body)
     ]
     threads[0].start()
-    time.sleep(1)
+    wait_until(lambda: num_running(server) == 1)
     server.post("/pause_generation", {"mode": "retract"})
     # The front end holds new requests back while it is paused; the retracted one is in the scheduler's queue.
     server.post("/abort_request", {"rid": "running"})

@@ -2,7 +2,6 @@
 
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +19,15 @@ STORING_S = 2.0
 
 
 def test_server_stopped_while_storing_delivers_or_leaves_nothing(
-    server: Any, reader: Any, faults: Callable[..., None]
+    server: Any,
+    reader: Any,
+    faults: Callable[..., None],
+    puts_begun: Callable[[], int],
+    wait_until: Callable[..., None],
 ) -> None:
     """SIGTERM to the launcher, as an operator sends it."""
     faults(delay_s=STORING_S)
+    before = puts_begun()
     answers: list[Any] = []
 
     def ask() -> None:
@@ -34,7 +38,7 @@ def test_server_stopped_while_storing_delivers_or_leaves_nothing(
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(STORING_S / 2)
+    wait_until(lambda: puts_begun() > before)
     server.process.send_signal(signal.SIGTERM)
     thread.join(timeout=60)
     server.process.wait(timeout=60)

@@ -32,8 +32,15 @@ async def main(model: str, store_config: str) -> None:
     )
 
     async def ask(name: str, kind: RequestOutputKind, **params: object) -> list[dict]:
-        sampling = {"max_tokens": 3, "temperature": 1.0, "top_k": 5, "ignore_eos": True, **params}
-        request = SamplingParams(output_kind=kind, extra_args=OPT_IN, **sampling)
+        sampling = {
+            "max_tokens": 3,
+            "temperature": 1.0,
+            "top_k": 5,
+            "ignore_eos": True,
+            "extra_args": OPT_IN,
+            **params,
+        }
+        request = SamplingParams(output_kind=kind, **sampling)
         prompt = {"prompt_token_ids": PROMPT}
         return [
             _plain(completion)
@@ -48,22 +55,20 @@ async def main(model: str, store_config: str) -> None:
         "stream": await ask("stream", delta),
     }
 
-    async def end_later(act) -> None:
-        await asyncio.sleep(4)
-        await act()
+    async def decoding(name: str) -> asyncio.Task:
+        """A request that has tokens: one that came after it, and streams, has got some."""
+        task = asyncio.create_task(ask(name, final, max_tokens=400))
+        await asyncio.sleep(0)
+        await ask(f"beside-{name}", delta, max_tokens=5, extra_args=None)
+        return task
 
-    async def abort() -> None:
-        await engine.abort("aborted")
+    task = await decoding("aborted")
+    await engine.abort("aborted")
+    answers["aborted"] = (await task)[-1]
 
-    aborted, _ = await asyncio.gather(ask("aborted", final, max_tokens=300), end_later(abort))
-    answers["aborted"] = aborted[-1]
-
-    task = asyncio.create_task(ask("cancelled", final, max_tokens=300))
-
-    async def cancel() -> None:
-        task.cancel()
-
-    result, _ = await asyncio.gather(task, end_later(cancel), return_exceptions=True)
+    task = await decoding("cancelled")
+    task.cancel()
+    (result,) = await asyncio.gather(task, return_exceptions=True)
     answers["cancelled"] = type(result).__name__
 
     faults.write_text('{"error": "StoreFullError"}')

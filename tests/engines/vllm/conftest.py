@@ -50,6 +50,17 @@ def server(
 
 
 @pytest.fixture
+def tokens_since(metric: Callable[[Any, str], float]) -> Callable[[Any], Callable[[], float]]:
+    """`tokens_since(server)()`: how many the server has generated since the first of these calls."""
+
+    def since(server: Any) -> Callable[[], float]:
+        before = metric(server, "vllm:generation_tokens_total")
+        return lambda: metric(server, "vllm:generation_tokens_total") - before
+
+    return since
+
+
+@pytest.fixture
 def reader(
     test_plugin: ModuleType,
     open_reader: Callable[[str, dict[str, Any]], Any],

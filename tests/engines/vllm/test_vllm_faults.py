@@ -1,9 +1,6 @@
 """Faults around one server: the client leaves, the store fails. Nothing is left behind."""
 
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,32 +23,6 @@ ROUTES = {
 STORING_S = 3.0
 
 
-def killed_client(url: str, path: str, body: dict[str, Any], kill_when: Callable[[], bool]) -> None:
-    """A process of its own that sends a request and is killed while it waits for the answer."""
-    host, port = url.removeprefix("http://").split(":")
-    program = f"""
-import json, socket, time
-body = json.dumps({body!r}).encode()
-s = socket.create_connection(({host!r}, {port}))
-head = ["POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {{len(body)}}"]
-s.sendall("\\r\\n".join([*head, "", ""]).encode() + body)
-print("sent", flush=True)
-time.sleep(600)
-"""
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        process.stdout.readline()
-        deadline = time.monotonic() + 300
-        while not kill_when():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
 def test_client_killed_while_storing_leaves_nothing(
@@ -59,23 +30,30 @@ def test_client_killed_while_storing_leaves_nothing(
     reader: Any,
     faults: Callable[..., None],
     puts_begun: Callable[[], int],
+    puts_ended: Callable[[], int],
+    killed_client: Callable[..., None],
+    wait_until: Callable[..., None],
     path: str,
     stream: bool,
 ) -> None:
     faults(delay_s=STORING_S)
-    before = puts_begun()
-    killed_client(server.url, path, {**ROUTES[path], "stream": stream}, lambda: puts_begun() > before)
-    time.sleep(STORING_S)
+    begun, ended = puts_begun(), puts_ended()
+    killed_client(server.url, path, {**ROUTES[path], "stream": stream}, lambda: puts_begun() > begun)
+    wait_until(lambda: puts_ended() > ended)
     assert reader.is_empty_within(20), reader.keys()
 
 
 def test_client_killed_while_decoding_leaves_nothing(
-    server: Any, reader: Any, puts_begun: Callable[[], int]
+    server: Any,
+    reader: Any,
+    puts_begun: Callable[[], int],
+    tokens_since: Callable,
+    killed_client: Callable[..., None],
 ) -> None:
     before = puts_begun()
+    generated = tokens_since(server)
     endless = {**ROUTES["/v1/completions"], "max_tokens": 400}
-    started = time.monotonic()
-    killed_client(server.url, "/v1/completions", endless, lambda: time.monotonic() - started > 3)
+    killed_client(server.url, "/v1/completions", endless, lambda: generated() >= 3)
     # The server answers a later request, so it has ended the other one.
     answer = server.post("/v1/completions", ROUTES["/v1/completions"], timeout=600).json()
     reader.take(answer)
@@ -119,7 +97,11 @@ def test_failed_prompt_frees_the_objects_of_the_others(
 
 
 def test_others_are_served_while_a_put_waits(
-    server: Any, reader: Any, faults: Callable[..., None], puts_begun: Callable[[], int]
+    server: Any,
+    reader: Any,
+    faults: Callable[..., None],
+    puts_begun: Callable[[], int],
+    wait_until: Callable[..., None],
 ) -> None:
     faults(delay_s=20)
     before = puts_begun()
@@ -129,8 +111,7 @@ def test_others_are_served_while_a_put_waits(
         target=lambda: answers.append(server.post("/v1/completions", body, timeout=600).json())
     )
     thread.start()
-    while puts_begun() == before:
-        time.sleep(0.05)
+    wait_until(lambda: puts_begun() > before)
     server.post("/v1/completions", {**body, "return_outputs_via_store": False, "max_tokens": 1}, timeout=600)
     assert not answers
     thread.join(timeout=600)

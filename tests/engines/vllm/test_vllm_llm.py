@@ -128,7 +128,7 @@ def test_async_llm_s_aborted_request_has_the_rows_of_its_partial_output(
 ) -> None:
     aborted = async_answers["aborted"]
     assert aborted["finish_reason"] == "abort"
-    assert 0 < len(aborted["token_ids"]) < 300
+    assert 0 < len(aborted["token_ids"]) < 400
     check(take, experts, aborted, PROMPT)
 
 

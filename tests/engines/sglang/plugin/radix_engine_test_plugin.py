@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -33,8 +33,8 @@ class FaultyBackend(SharedMemoryBackend):
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
         """`faults`: path of a JSON file with any of delay_s; error: the name of one of the store's errors;
-        put: the number of the one stash that fails with it, again and again. A file beside it has a line for
-        each stash whose put began."""
+        put: the number of the one stash that fails with it, again and again. A file beside it has the line
+        `begun` for each stash whose put began and `ended` for each whose put is over."""
         config = dict(config)
         faults = Path(str(config.pop("faults")))
         backend = super().from_config(config)
@@ -47,8 +47,18 @@ class FaultyBackend(SharedMemoryBackend):
         stashes: dict[str, list[bytes]] = {}
         for key, value in items:
             stashes.setdefault(key.rpartition("/")[0], []).append(bytes(value))
-        numbers = [self._count_put() for _ in stashes]
-        time.sleep(faults.get("delay_s", 0))
+        numbers = [self._note_put("begun") for _ in stashes]
+        try:
+            time.sleep(faults.get("delay_s", 0))
+            self._refuse(stashes, numbers, faults)
+            super().put_batch(items)
+        finally:
+            for _ in stashes:
+                self._note_put("ended")
+
+    def _refuse(
+        self, stashes: Mapping[str, list[bytes]], numbers: Sequence[int], faults: Mapping[str, Any]
+    ) -> None:
         if "error" not in faults:
             self.refused.clear()
         # What is put again has another key.
@@ -58,15 +68,15 @@ class FaultyBackend(SharedMemoryBackend):
                 self.refused.add(content)
         if self.refused.intersection(contents):
             raise getattr(errors, faults["error"])("injected by a test")
-        super().put_batch(items)
 
-    def _count_put(self) -> int:
+    def _note_put(self, event: str) -> int:
+        """Returns how many puts this has happened to, this one included."""
         puts = self.faults.with_suffix(".puts")
         with _counting, puts.open("a+") as lines:
-            lines.write("put\n")
+            lines.write(f"{event}\n")
             lines.flush()
             lines.seek(0)
-            return len(lines.readlines())
+            return lines.read().count(f"{event}\n")
 
 
 def indexer_rows(num_rows: int):
