@@ -6,7 +6,9 @@ import threading
 import pytest
 import torch
 
+from radix_rl.engines.embedded.capture import RowCapture
 from radix_rl.engines.embedded.engine import EmbeddedEngine
+from radix_rl.engines.embedded.step import ForwardStep
 from radix_rl.errors import (
     ConfigurationError,
     EngineDeadError,
@@ -38,6 +40,34 @@ async def test_mixed_batch_equals_one_full_forward_per_request(
         assert len(output.output_ids) == request.sampling.max_new_tokens
         check_against(qwen3_moe, request, output)
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_tokens_used) == (0, 0, 0)
+
+
+async def test_rows_are_recorded_in_the_steps_of_requests_that_ask_for_them(
+    qwen3_moe, engine_of, prompt, request_of, check_against, monkeypatch
+):
+    recorded: list[frozenset[str]] = []
+    store = RowCapture.store
+
+    def spy(capture: RowCapture, step: ForwardStep) -> None:
+        recorded.append(step.recorded)
+        store(capture, step)
+
+    monkeypatch.setattr(RowCapture, "store", spy)
+    long = request_of("long", prompt(30, 1), max_new_tokens=30)
+    asking = [
+        request_of(f"asks-{i}", prompt(20 + i, i), max_new_tokens=5 + i, return_routed_experts=True)
+        for i in range(3)
+    ]
+    async with engine_of(qwen3_moe) as engine:
+        assert (await engine.generate(long)).outputs is None
+        assert set(recorded) == {frozenset()}
+        recorded.clear()
+        outputs = await asyncio.gather(*[engine.generate(request) for request in (*asking, long)])
+    for request, output in zip(asking, outputs[:-1], strict=True):
+        check_against(qwen3_moe, request, output)
+    assert outputs[-1].outputs is None
+    assert recorded[0] == {"routed_experts"}
+    assert recorded[-1] == frozenset()
 
 
 async def test_greedy_tokens_equal_transformers_generate(qwen3_moe, engine_of, prompt, request_of):

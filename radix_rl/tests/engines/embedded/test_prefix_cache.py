@@ -35,6 +35,18 @@ async def test_second_turn_reuses_the_first_and_returns_its_rows(
     assert len(partial.outputs.routed_experts) == len(ids) + 10 - 1 - 59
 
 
+async def test_prefix_of_a_request_without_rows_has_them(
+    qwen3_moe, engine_of, prompt, request_of, check_against
+):
+    plain = request_of("1", prompt(40, 1), max_new_tokens=4, seed=1)
+    asking = request_of("2", prompt(40, 1), max_new_tokens=4, seed=1, return_routed_experts=True)
+    async with engine_of(qwen3_moe, prefix_cache_tokens=512) as engine:
+        await engine.generate(plain)
+        hit = await engine.generate(asking)
+    assert hit.cached_tokens == 39
+    check_against(qwen3_moe, asking, hit)
+
+
 async def test_samples_of_one_prompt_compute_it_once(qwen3_moe, engine_of, prompt, request_of, check_against):
     requests = [
         request_of(f"{p}-{i}", prompt(60, p), max_new_tokens=8, seed=i, return_routed_experts=True)

@@ -40,6 +40,7 @@ def build_core(
         loaded,
         kv_cache_tokens=config.kv_cache_tokens,
         max_tokens_per_step=config.chunked_prefill_tokens + config.max_running_requests,
+        keeps_all_rows=config.prefix_cache_tokens > 0,
     )
     if config.enable_return_routed_experts:
         experts, top_k = (

@@ -7,7 +7,7 @@ import torch
 
 from radix_rl.engines.embedded.kv_slots import SlotCache
 from radix_rl.engines.embedded.routers.base import Record
-from radix_rl.engines.embedded.step import ForwardStep, active_step
+from radix_rl.engines.embedded.step import ForwardStep, recorded_step
 
 _KEPT_ELEMENTS = 1 << 16
 """Steps are put into the slots together: one at a time costs a small model's step two percent."""
@@ -27,14 +27,15 @@ class _Kept:
 class RowCapture:
     """One field's choices: `[tokens, layers, top_k]` of the latest steps, then rows of the slots.
 
-    What `recorder` makes is called while the engine's forward pass runs; calls outside an engine step are
-    ignored, so the same model may be used elsewhere.
+    What `recorder` makes is called while the engine's forward pass runs. Calls in a step of which nobody
+    wants the field, or outside of one, are ignored; so the same model may be used elsewhere.
     """
 
     def __init__(
-        self, *, layers: int, top_k: int, largest_id: int, max_tokens: int, device: torch.device
+        self, field: str, *, layers: int, top_k: int, largest_id: int, max_tokens: int, device: torch.device
     ) -> None:
-        """`max_tokens`: the most tokens of one forward pass."""
+        """`field` of TokenOutputStash; `max_tokens`: the most tokens of one forward pass."""
+        self.field = field
         self.layers = layers
         self.top_k = top_k
         self._dtype = torch.int16 if largest_id <= np.iinfo(np.int16).max else torch.int32
@@ -56,13 +57,15 @@ class RowCapture:
         """
 
         def record(choices: torch.Tensor) -> None:
-            if active_step() is not None:
+            if recorded_step(self.field) is not None:
                 self._choices[layer] = choices
 
         return record
 
     def store(self, step: ForwardStep) -> None:
-        """Keep the step's rows with its tokens."""
+        """Keep the step's rows with its tokens, if they are wanted."""
+        if self.field not in step.recorded:
+            return
         self._kept.append(_Kept(step.slots, step.positions, self._choices))
         self._choices = {}
         self._num_kept += step.num_tokens * self.layers * self.top_k

@@ -382,13 +382,9 @@ class EngineCore:
 
     def _rows(self, sequence: Sequence, slot: int | None) -> dict[str, np.ndarray]:
         """Rows of every field that the request wants: saved ones first, the slot's after them."""
-        wanted = {
-            "routed_experts": sequence.request.return_routed_experts,
-            "indexer_topk": sequence.request.return_indexer_topk,
-        }
         rows: dict[str, np.ndarray] = {}
         for field, capture in self.runner.captures.items():
-            if not wanted[field]:
+            if not sequence.wants_rows(field):
                 continue
             saved = sequence.saved_rows.get(field)
             start = 0 if saved is None else len(saved)

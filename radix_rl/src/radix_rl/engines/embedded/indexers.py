@@ -9,9 +9,11 @@ import torch
 from radix_rl.engines.embedded.capture import RowCapture
 from radix_rl.engines.embedded.kv_slots import SlotCache
 from radix_rl.engines.embedded.routers.base import Record
-from radix_rl.engines.embedded.step import active_step
+from radix_rl.engines.embedded.step import recorded_step
 from radix_rl.errors import ConfigurationError
 from radix_rl.model_layers import find_indexers
+
+FIELD = "indexer_topk"
 
 
 def attach_indexers(
@@ -22,14 +24,19 @@ def attach_indexers(
     if not indexers:
         raise ConfigurationError("enable_return_indexer_topk: the model has no indexer; leave it off")
     capture = RowCapture(
-        layers=len(indexers), top_k=index_topk, largest_id=2**31 - 1, max_tokens=max_tokens, device=device
+        FIELD,
+        layers=len(indexers),
+        top_k=index_topk,
+        largest_id=2**31 - 1,
+        max_tokens=max_tokens,
+        device=device,
     )
     capture.allocate(cache)
     for number, indexer in enumerate(indexers):
         record = capture.recorder(number)
 
         def hook(_module: torch.nn.Module, _args: Any, output: torch.Tensor, record: Record = record) -> None:
-            step = active_step()
+            step = recorded_step(FIELD)
             if step is not None:
                 chosen = output.to(torch.int32)
                 # Where fewer keys exist than may be kept, top-k fills up with masked ones.

@@ -26,12 +26,23 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """Used by the worker thread only."""
 
-    def __init__(self, loaded: LoadedModel, *, kv_cache_tokens: int, max_tokens_per_step: int) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        kv_cache_tokens: int,
+        max_tokens_per_step: int,
+        keeps_all_rows: bool = False,
+    ) -> None:
+        """`keeps_all_rows`: replay rows are captured of every request, also of those that ask for none, for
+        requests that share a prefix with them.
+        """
         self.loaded = loaded
         self.model = loaded.model
         self.device = loaded.model.device
         self.vocab_size = loaded.model.get_output_embeddings().weight.shape[0]  # type: ignore
         self._max_tokens = max_tokens_per_step
+        self._keeps_all_rows = keeps_all_rows
         parameters = inspect.signature(type(loaded.model).forward).parameters
         self._keeps_last_logits = "logits_to_keep" in parameters
         self.cache = SlotCache(capacity_tokens=kv_cache_tokens, device=self.device)
@@ -94,6 +105,7 @@ class ModelRunner:
                 "experts"
             )
         capture = RowCapture(
+            "routed_experts",
             layers=len(self.loaded.layers),
             top_k=top_k,
             largest_id=num_experts,
@@ -101,15 +113,14 @@ class ModelRunner:
             device=self.device,
         )
         capture.allocate(self.cache)
-        self.captures["routed_experts"] = capture
+        self.captures[capture.field] = capture
         for layer, (adapter, module) in routers.items():
             adapter.attach(module, capture.recorder(layer))
 
     def capture_indexer_topk(self, index_topk: int) -> None:
         """Hook every indexer. Raises ConfigurationError if there is none."""
-        self.captures["indexer_topk"] = attach_indexers(
-            self.loaded.layers, index_topk, self._max_tokens, self.cache, self.device
-        )
+        capture = attach_indexers(self.loaded.layers, index_topk, self._max_tokens, self.cache, self.device)
+        self.captures[capture.field] = capture
 
     @torch.inference_mode()
     def forward(self, first_slot: int, sequences: Rows[Sequence], lengths: Rows[int]) -> torch.Tensor:
@@ -170,4 +181,8 @@ class ModelRunner:
             input_ids=inputs[0].view(shape),
             positions=inputs[1].view(shape),
             slots=slots,
+            recorded=frozenset(field for field in self.captures if self._are_wanted(field, sequences)),
         )
+
+    def _are_wanted(self, field: str, sequences: Rows[Sequence]) -> bool:
+        return self._keeps_all_rows or any(sequence.wants_rows(field) for sequence in sequences)

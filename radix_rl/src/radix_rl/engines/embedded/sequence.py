@@ -69,6 +69,14 @@ class Sequence:
         """
         return self.prompt_tokens + max(self.request.sampling.max_new_tokens - 1, 0)
 
+    def wants_rows(self, field: str) -> bool:
+        """Whether the request asks for the replay rows that are this field of TokenOutputStash."""
+        wanted = {
+            "routed_experts": self.request.return_routed_experts,
+            "indexer_topk": self.request.return_indexer_topk,
+        }
+        return wanted[field]
+
     @property
     def forwarded_tokens(self) -> int:
         """Tokens whose replay rows exist: those in the slot, or those saved at a retraction where they are

@@ -47,6 +47,8 @@ class ForwardStep:
     """`[b, S]` int64."""
     slots: torch.Tensor
     """`[T]` int64, each token's."""
+    recorded: frozenset[str] = frozenset()
+    """Fields of TokenOutputStash whose rows somebody wants of these tokens."""
     key_length: int = field(init=False)
     """The longest of the segments'."""
     _rows: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -128,6 +130,12 @@ class ForwardStep:
 def active_step() -> ForwardStep | None:
     """The step whose forward pass runs on this thread."""
     return getattr(_active, "step", None)
+
+
+def recorded_step(field: str) -> ForwardStep | None:
+    """The same, if the field's rows are wanted of it."""
+    step = active_step()
+    return step if step is not None and field in step.recorded else None
 
 
 @contextmanager
