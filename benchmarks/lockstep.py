@@ -8,8 +8,9 @@ waits for its turn wakes up on another one with empty caches, and equal cases di
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -18,6 +19,8 @@ from benchmarks.timing import Case, cpu_seconds
 BeforePass = Callable[[], None]
 MakeCase = Callable[[BeforePass], AbstractContextManager[Case]]
 """Builds a case, which calls the function it is given before each of its forward passes. To be pickled."""
+MakeCaseOfKinds = Callable[[BeforePass], AbstractContextManager[Callable[[str], object]]]
+"""The same for a case that can do its work in several ways: it is called with one's name."""
 
 _PASSES_PER_TURN = 4
 _TURN_TIMEOUT_S, _CASE_TIMEOUT_S = 120.0, 1200.0
@@ -56,6 +59,48 @@ def in_lockstep(
         for process in processes:
             process.join(10)
             process.kill()
+
+
+def kinds_in_lockstep(
+    make: MakeCaseOfKinds, kinds: Sequence[str], *, repetitions: int
+) -> dict[str, list[float]]:
+    """Seconds of each kind in each repetition, summed over as many processes as there are kinds.
+
+    Each process does every kind once a repetition, beside another one that does another. So what a process's
+    memory is worth, which stays with it for life, and whose turn comes after whose favour no kind.
+    """
+    count = len(kinds)
+    makers = {str(place): partial(_of_kinds, make, kinds, place) for place in range(count)}
+    seconds = in_lockstep(makers, repetitions=repetitions * count)
+    sums: dict[str, list[float]] = {kind: [0.0] * repetitions for kind in kinds}
+    for place in range(count):
+        for turn, value in enumerate(seconds[str(place)]):
+            sums[_kind_of(kinds, place, turn)][turn // count] += value
+    return sums
+
+
+@contextmanager
+def _of_kinds(
+    make: MakeCaseOfKinds, kinds: Sequence[str], place: int, before_pass: BeforePass
+) -> Iterator[Case]:
+    with make(before_pass) as case:
+        turn = -1  # The warm-up.
+
+        def next_kind() -> None:
+            nonlocal turn
+            case(_kind_of(kinds, place, turn))
+            turn += 1
+
+        yield next_kind
+
+
+def _kind_of(kinds: Sequence[str], place: int, turn: int) -> str:
+    """Of a process in one of its turns. The order among the processes is reversed in every other
+    repetition.
+    """
+    count = len(kinds)
+    direction = 1 if turn // count % 2 == 0 else -1
+    return kinds[(direction * place + turn) % count]
 
 
 def _collect(connections: Sequence[Connection]) -> list[Any]:

@@ -3,7 +3,7 @@ transformers.generate; what capture, the store and the prefix cache cost. One th
 process.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -20,7 +20,7 @@ from benchmarks.engines.tiny_moe import (
     tiny_model,
     transformers_generate,
 )
-from benchmarks.lockstep import BeforePass, in_lockstep
+from benchmarks.lockstep import BeforePass, in_lockstep, kinds_in_lockstep
 from benchmarks.result import Result, at_least, at_most, shown
 from benchmarks.timing import Case, median_ratio, take_turns
 
@@ -29,18 +29,12 @@ BUSY = 32
 """Concurrency of everything but the share of the bound."""
 RAGGED_ANSWERS = 512
 """Enough for the end, where ever fewer answers are left, to be a small part."""
-ROUNDS, COST_ROUNDS = 3, 6
+ROUNDS = 3
 """Each with models and engines of its own: where memory happens to lie is worth a percent or two, and stays
 as it is for as long as they live.
 """
-
-COSTS: dict[str, tuple[Outputs, int]] = {
-    "plain": ("none", 0),
-    "capture": ("inline", 0),
-    "store": ("store", 0),
-    "prefixes": ("inline", 16384),
-}
-"""Case -> outputs and tokens of prefix cache."""
+KINDS: tuple[Outputs, ...] = ("none", "inline", "store")
+PREFIX_CACHE_TOKENS = 16384
 
 Seconds = dict[str, list[float]]
 
@@ -49,19 +43,16 @@ def run() -> list[Result]:
     seconds = shares_of_the_bound()
     equal = [NEW_TOKENS] * BUSY
     ragged = np.random.default_rng(0).integers(16, 257, RAGGED_ANSWERS).tolist()
-    for number in range(COST_ROUNDS):
-        costs = {name: partial(engine_case, *case, equal) for name, case in COSTS.items()}
-        # Turns go round in one order, and whose turn a case's follows is worth a percent.
-        names = list(costs) if number % 2 == 0 else list(reversed(costs))
-        extend(seconds, in_lockstep({name: costs[name] for name in names}, repetitions=8))
     for _ in range(ROUNDS):
+        extend(seconds, kinds_in_lockstep(partial(outputs_case, equal), KINDS, repetitions=8))
         equal_cases = {
-            "engine, equal": partial(engine_case, "inline", 0, equal),
+            "engine, equal": partial(engine_case, 0, equal),
+            "prefixes, equal": partial(engine_case, PREFIX_CACHE_TOKENS, equal),
             "generate, equal": partial(generate_case, equal),
         }
         extend(seconds, in_lockstep(equal_cases, repetitions=8))
         ragged_cases = {
-            "engine, ragged": partial(engine_case, "inline", 0, ragged),
+            "engine, ragged": partial(engine_case, 0, ragged),
             "generate, ragged": partial(generate_case, ragged),
         }
         extend(seconds, in_lockstep(ragged_cases, repetitions=1, warm_up=False))
@@ -97,11 +88,15 @@ def stepping_model(before_pass: BeforePass) -> PreTrainedModel:
 
 
 @contextmanager
-def engine_case(
-    outputs: Outputs, prefix_cache_tokens: int, lengths: list[int], before_pass: BeforePass
-) -> Iterator[Case]:
-    with EngineRun(stepping_model(before_pass), outputs, prefix_cache_tokens=prefix_cache_tokens) as engine:
+def engine_case(prefix_cache_tokens: int, lengths: list[int], before_pass: BeforePass) -> Iterator[Case]:
+    with EngineRun(stepping_model(before_pass), "inline", prefix_cache_tokens=prefix_cache_tokens) as engine:
         yield partial(engine, lengths, concurrency=BUSY)
+
+
+@contextmanager
+def outputs_case(lengths: list[int], before_pass: BeforePass) -> Iterator[Callable[[Outputs], None]]:
+    with EngineRun(stepping_model(before_pass), "store", prefix_cache_tokens=0) as engine:
+        yield lambda outputs: engine(lengths, outputs=outputs)
 
 
 @contextmanager
@@ -129,10 +124,10 @@ def results(seconds: Seconds) -> list[Result]:
             shown(f"embedded engine: output tokens per CPU second at {count}", rate, "tokens/s"),
             at_least(f"embedded engine: of the forward step's bound at {count}", share, "ratio", 0.75),
         ]
-    for name, case, bar in (("capture", "capture", 0.05), ("capture and store", "store", 0.03)):
-        cost = ratio(case, "plain") - 1
+    for name, kind, bar in (("capture", "inline", 0.05), ("capture and store", "store", 0.03)):
+        cost = ratio(kind, "none") - 1
         found.append(at_most(f"embedded engine: cost of {name} at {BUSY}", cost, "ratio", bar))
-    cost = ratio("prefixes", "capture") - 1
+    cost = ratio("prefixes, equal", "engine, equal") - 1
     found.append(
         shown(f"embedded engine: cost of a prefix cache, prompts of 16 tokens, at {BUSY}", cost, "ratio")
     )

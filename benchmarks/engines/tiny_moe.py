@@ -87,18 +87,22 @@ class EngineRun:
         self._runner.run(self._engine.close())
         self._ending.close()
 
-    def __call__(self, lengths: list[int], concurrency: int | None = None) -> None:
-        """Answers of these lengths, `concurrency` requests at a time (None: all at once)."""
-        self._runner.run(self._generate(lengths, concurrency or len(lengths)))
+    def __call__(
+        self, lengths: list[int], concurrency: int | None = None, outputs: Outputs | None = None
+    ) -> None:
+        """Answers of these lengths, `concurrency` requests at a time (None: all at once). `outputs`: what
+        they ask for; None: what the engine is made for.
+        """
+        self._runner.run(self._generate(lengths, concurrency or len(lengths), outputs or self._outputs))
 
-    async def _generate(self, lengths: list[int], concurrency: int) -> None:
+    async def _generate(self, lengths: list[int], concurrency: int, outputs: Outputs) -> None:
         requests = [
             GenerateRequest(
                 request_id=str(i),
                 input_ids=tuple(ids),
                 sampling=SamplingParams(max_new_tokens=length),
-                return_routed_experts=self._outputs != "none",
-                return_outputs_via_store=self._outputs == "store",
+                return_routed_experts=outputs != "none",
+                return_outputs_via_store=outputs == "store",
             )
             for i, (ids, length) in enumerate(zip(prompts(len(lengths)).tolist(), lengths, strict=True))
         ]

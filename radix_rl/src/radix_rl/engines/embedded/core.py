@@ -384,7 +384,7 @@ class EngineCore:
         """Rows of every field that the request wants: saved ones first, the slot's after them."""
         rows: dict[str, np.ndarray] = {}
         for field, capture in self.runner.captures.items():
-            if not sequence.wants_rows(field):
+            if field not in sequence.wanted_rows:
                 continue
             saved = sequence.saved_rows.get(field)
             start = 0 if saved is None else len(saved)

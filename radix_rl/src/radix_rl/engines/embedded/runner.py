@@ -181,8 +181,10 @@ class ModelRunner:
             input_ids=inputs[0].view(shape),
             positions=inputs[1].view(shape),
             slots=slots,
-            recorded=frozenset(field for field in self.captures if self._are_wanted(field, sequences)),
+            recorded=self._recorded(sequences),
         )
 
-    def _are_wanted(self, field: str, sequences: Rows[Sequence]) -> bool:
-        return self._keeps_all_rows or any(sequence.wants_rows(field) for sequence in sequences)
+    def _recorded(self, sequences: Rows[Sequence]) -> frozenset[str]:
+        if self._keeps_all_rows:
+            return frozenset(self.captures)
+        return frozenset().union(*[sequence.wanted_rows for sequence in sequences])

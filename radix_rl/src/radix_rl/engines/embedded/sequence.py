@@ -53,6 +53,15 @@ class Sequence:
     mask_logprobs: list[np.ndarray] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: Exception | None = None
+    wanted_rows: frozenset[str] = field(init=False)
+    """Fields of TokenOutputStash whose replay rows the request asks for."""
+
+    def __post_init__(self) -> None:
+        asked = {
+            "routed_experts": self.request.return_routed_experts,
+            "indexer_topk": self.request.return_indexer_topk,
+        }
+        self.wanted_rows = frozenset(name for name, wanted in asked.items() if wanted)
 
     @property
     def prompt_tokens(self) -> int:
@@ -68,14 +77,6 @@ class Sequence:
         model.
         """
         return self.prompt_tokens + max(self.request.sampling.max_new_tokens - 1, 0)
-
-    def wants_rows(self, field: str) -> bool:
-        """Whether the request asks for the replay rows that are this field of TokenOutputStash."""
-        wanted = {
-            "routed_experts": self.request.return_routed_experts,
-            "indexer_topk": self.request.return_indexer_topk,
-        }
-        return wanted[field]
 
     @property
     def forwarded_tokens(self) -> int:
