@@ -6,7 +6,6 @@ waits for its turn wakes up on another one with empty caches, and equal cases di
 """
 
 import multiprocessing
-import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +13,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from benchmarks.timing import Case, cpu_seconds
+from benchmarks.timing import Case, cpu_seconds, stay_on_one_cpu
 
 BeforePass = Callable[[], None]
 MakeCase = Callable[[BeforePass], AbstractContextManager[Case]]
@@ -169,8 +168,7 @@ class _BeforePass:
 
 def _serve(make: MakeCase, turns: _Turns, place: int, connection: Connection, warm_up: bool) -> None:
     """Runs in the case's process: one message when it is ready, one with its seconds for each repetition."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    stay_on_one_cpu()
     before_pass = _BeforePass(turns, place)
     try:
         with make(before_pass) as case:

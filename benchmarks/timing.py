@@ -1,5 +1,6 @@
 """Seconds of wall time and of CPU time, over several processes; medians over alternating repetitions."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +9,15 @@ from pathlib import Path
 Case = Callable[[], object]
 Meter = Callable[[Case], float]
 """Runs a case and gives the seconds that it took."""
+
+
+def stay_on_one_cpu() -> None:
+    """This thread, and the threads and processes that it starts from now on (Linux).
+
+    Of two CPUs of a shared machine each is slowed down by other things at other times.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 def wall_seconds(case: Case) -> float:

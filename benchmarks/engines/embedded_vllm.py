@@ -1,5 +1,6 @@
 """The embedded engine with routed experts captured, beside the stock vLLM wheel for CPUs without capture,
-which its fast model runner does not have. One thread each; CPU seconds of the process that generates.
+which its fast model runner does not have. One thread each, on the same CPU; CPU seconds of the process that
+generates.
 """
 
 import os
@@ -14,13 +15,14 @@ from transformers import PreTrainedModel
 
 from benchmarks.engines.tiny_moe import NEW_TOKENS, EngineRun, tiny_model
 from benchmarks.result import Result, at_least, not_measured
-from benchmarks.timing import cpu_seconds, median_ratio, take_turns
+from benchmarks.timing import cpu_seconds, median_ratio, stay_on_one_cpu, take_turns
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".env-vllm" / "bin" / "python"
 PROGRAM = Path(__file__).parent / "vllm_program.py"
 CONCURRENCY, BAR = 32, 1.3
-ROUNDS = 3
+ROUNDS = 5
+"""Each with a new engine and a new vLLM: between lives both differ by several percent."""
 NAME = f"embedded engine / vLLM without capture at {CONCURRENCY}"
 
 
@@ -28,6 +30,7 @@ def run() -> list[Result]:
     if not PYTHON.exists():
         return [not_measured(NAME, "no .env-vllm (make test-engines builds it)", "x", f">= {BAR:g}")]
     torch.set_num_threads(1)
+    stay_on_one_cpu()
     model = tiny_model()
     with tempfile.TemporaryDirectory(prefix="radix-bench-") as folder:
         model.save_pretrained(folder)
@@ -42,7 +45,7 @@ def side_by_side(model: PreTrainedModel, folder: str) -> dict[str, list[float]]:
     with EngineRun(model, "inline", prefix_cache_tokens=0) as engine, vllm(folder) as program:
         return take_turns(
             {"engine": lambda: engine(lengths), "vllm": lambda: ask(program)},
-            repetitions=7,
+            repetitions=5,
             # One of the two is idle while the other works.
             meter=lambda case: cpu_seconds(case, [program.pid]),
         )
