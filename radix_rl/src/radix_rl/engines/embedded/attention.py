@@ -20,6 +20,9 @@ ATTENTION_NAME = "radix_slots"
 _SMALL_HEAD = 1 << 14
 """Elements of one head's keys."""
 
+_Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
+"""Attention of one segment: query, key, value, mask and scale; shapes as in `slot_attention`."""
+
 
 def register_attention() -> None:
     """Make the name known to transformers. Idempotent."""
@@ -91,14 +94,30 @@ def slot_attention(
     else:
         attend = partial(_explicit_attention, sinks=sinks, softcap=softcap)
         short = False
-    if len(step.segments) == 1:
-        if short and query.shape[2] == 1:
-            assert mask is not None
-            masks = step.mask_of_heads(mask, key.shape[1])
-            output = _short_attention(query, key.flatten(0, 1), value.flatten(0, 1), masks, scale)
-            return output.transpose(1, 2), None
-        return attend(query, key, value, mask, scale), None
-    assert mask is not None
+    if len(step.segments) > 1:
+        assert mask is not None
+        return _attention_by_segment(step, query, key, value, mask, scale, attend, short), None
+    if short and query.shape[2] == 1:
+        assert mask is not None
+        masks = step.mask_of_heads(mask, key.shape[1])
+        output = _short_attention(query, key.flatten(0, 1), value.flatten(0, 1), masks, scale)
+        return output.transpose(1, 2), None
+    return attend(query, key, value, mask, scale), None
+
+
+def _attention_by_segment(
+    step: ForwardStep,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    attend: _Attend,
+    short: bool,
+) -> torch.Tensor:
+    """The tokens of one row `[1, heads, T, d]`, each segment by itself; `short`: by `_short_attention` where
+    its requests have one query each.
+    """
     tokens = query[0].transpose(0, 1)
     outputs, start = [], 0
     for segment, rows in zip(step.segments, step.segment_masks(mask), strict=True):
@@ -113,7 +132,7 @@ def slot_attention(
         slots = slice(segment.first_slot, segment.first_slot + segment.num_slots)
         keys, values = key[slots, :, : segment.key_length], value[slots, :, : segment.key_length]
         outputs.append(attend(queries, keys, values, rows, scale).flatten(0, 1))
-    return torch.cat(outputs)[None], None
+    return torch.cat(outputs)[None]
 
 
 def _fused_attention(
