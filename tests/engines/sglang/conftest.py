@@ -55,4 +55,4 @@ def reader(
     """Every test leaves an empty store."""
     reader = open_reader("faulty", store_config)
     yield reader
-    assert reader.is_empty_within(5), reader.keys()
+    assert reader.is_empty_within(30), reader.keys()

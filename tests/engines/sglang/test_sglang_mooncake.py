@@ -70,7 +70,7 @@ def test_every_worker_stores_what_a_full_forward_gives(
         np.testing.assert_array_equal(stash.routed_experts, expected)
         writers.add(ref.key.rsplit("/", 1)[0])
     assert len(writers) == 2
-    assert reader.is_empty_within(5), reader.keys()
+    assert reader.is_empty_within(30), reader.keys()
 
 
 def test_metrics_count_the_puts_of_all_workers(
@@ -94,7 +94,7 @@ def test_workers_serve_chat_streams_and_samples(workers: Any, reader: Any) -> No
     opt_in = {"return_routed_experts": True, "return_outputs_via_store": True}
     response = workers.post("/v1/chat/completions", {**chat, **opt_in}).json()
     reader.take(response["choices"][0]["meta_info"])
-    assert reader.is_empty_within(5), reader.keys()
+    assert reader.is_empty_within(30), reader.keys()
 
 
 def test_every_worker_says_that_the_store_is_on(workers: Any) -> None:

@@ -305,7 +305,7 @@ def test_chat_answer_that_cannot_be_built_leaves_nothing(
     response = server.post("/v1/chat/completions", {**CHAT, "messages": messages, **ROWS})
     assert response.status_code in (400, 500), response.text
     assert puts_begun() == before + 1
-    assert reader.is_empty_within(5), reader.keys()
+    assert reader.is_empty_within(30), reader.keys()
 
 
 def test_nothing_asked_for_means_no_reference(server: Any, reader: Any) -> None:
