@@ -5,6 +5,7 @@ percent and more; in lockstep they share the same ones. They also share one CPU:
 waits for its turn wakes up on another one with empty caches, and equal cases differ by five percent for one.
 """
 
+import itertools
 import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,6 +59,7 @@ def in_lockstep(
         for process in processes:
             process.join(10)
             process.kill()
+            process.join()
 
 
 def kinds_in_lockstep(
@@ -65,12 +67,13 @@ def kinds_in_lockstep(
 ) -> dict[str, list[float]]:
     """Seconds of each kind in each repetition, summed over as many processes as there are kinds.
 
-    Each process does every kind once a repetition, beside another one that does another. So what a process's
-    memory is worth, which stays with it for life, and whose turn comes after whose favour no kind.
+    Each process does every kind once a repetition, beside others that do the others. So no kind is favoured
+    by what a process's memory is worth, which stays with it for life, nor, if their number is odd, by what
+    it comes after and whose turn is first.
     """
     count = len(kinds)
     makers = {str(place): partial(_of_kinds, make, kinds, place) for place in range(count)}
-    seconds = in_lockstep(makers, repetitions=repetitions * count)
+    seconds = in_lockstep(makers, repetitions=repetitions * count, warm_up=False)
     sums: dict[str, list[float]] = {kind: [0.0] * repetitions for kind in kinds}
     for place in range(count):
         for turn, value in enumerate(seconds[str(place)]):
@@ -83,23 +86,17 @@ def _of_kinds(
     make: MakeCaseOfKinds, kinds: Sequence[str], place: int, before_pass: BeforePass
 ) -> Iterator[Case]:
     with make(before_pass) as case:
-        turn = -1  # The warm-up.
-
-        def next_kind() -> None:
-            nonlocal turn
-            case(_kind_of(kinds, place, turn))
-            turn += 1
-
-        yield next_kind
+        for kind in kinds:
+            case(kind)
+        turns = itertools.count()
+        yield lambda: case(_kind_of(kinds, place, next(turns)))
 
 
 def _kind_of(kinds: Sequence[str], place: int, turn: int) -> str:
-    """Of a process in one of its turns. The order among the processes is reversed in every other
-    repetition.
-    """
+    """Of a process in one of its turns. The order is reversed in every other repetition."""
     count = len(kinds)
     direction = 1 if turn // count % 2 == 0 else -1
-    return kinds[(direction * place + turn) % count]
+    return kinds[direction * (place + turn) % count]
 
 
 def _collect(connections: Sequence[Connection]) -> list[Any]:

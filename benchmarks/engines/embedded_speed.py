@@ -43,16 +43,20 @@ def run() -> list[Result]:
     seconds = shares_of_the_bound()
     equal = [NEW_TOKENS] * BUSY
     ragged = np.random.default_rng(0).integers(16, 257, RAGGED_ANSWERS).tolist()
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         extend(seconds, kinds_in_lockstep(partial(outputs_case, equal), KINDS, repetitions=8))
         equal_cases = {
-            "engine, equal": partial(engine_case, 0, equal),
-            "prefixes, equal": partial(engine_case, PREFIX_CACHE_TOKENS, equal),
+            "engine, equal": partial(engine_case, "inline", equal),
+            "prefixes, equal": partial(engine_case, "inline", equal, prefix_cache_tokens=PREFIX_CACHE_TOKENS),
             "generate, equal": partial(generate_case, equal),
+            "unasked, equal": partial(engine_case, "inline", equal, asked="none"),
+            "without, equal": partial(engine_case, "none", equal),
         }
-        extend(seconds, in_lockstep(equal_cases, repetitions=8))
+        # Turns go round in one order, and whose turn a case's follows is worth a percent.
+        names = list(equal_cases) if number % 2 == 0 else list(reversed(equal_cases))
+        extend(seconds, in_lockstep({name: equal_cases[name] for name in names}, repetitions=8))
         ragged_cases = {
-            "engine, ragged": partial(engine_case, 0, ragged),
+            "engine, ragged": partial(engine_case, "inline", ragged),
             "generate, ragged": partial(generate_case, ragged),
         }
         extend(seconds, in_lockstep(ragged_cases, repetitions=1, warm_up=False))
@@ -88,9 +92,17 @@ def stepping_model(before_pass: BeforePass) -> PreTrainedModel:
 
 
 @contextmanager
-def engine_case(prefix_cache_tokens: int, lengths: list[int], before_pass: BeforePass) -> Iterator[Case]:
-    with EngineRun(stepping_model(before_pass), "inline", prefix_cache_tokens=prefix_cache_tokens) as engine:
-        yield partial(engine, lengths, concurrency=BUSY)
+def engine_case(
+    outputs: Outputs,
+    lengths: list[int],
+    before_pass: BeforePass,
+    *,
+    asked: Outputs | None = None,
+    prefix_cache_tokens: int = 0,
+) -> Iterator[Case]:
+    """An engine made for these outputs; requests ask for `asked`, or for what it is made for."""
+    with EngineRun(stepping_model(before_pass), outputs, prefix_cache_tokens=prefix_cache_tokens) as engine:
+        yield partial(engine, lengths, concurrency=BUSY, outputs=asked)
 
 
 @contextmanager
@@ -127,10 +139,12 @@ def results(seconds: Seconds) -> list[Result]:
     for name, kind, bar in (("capture", "inline", 0.05), ("capture and store", "store", 0.03)):
         cost = ratio(kind, "none") - 1
         found.append(at_most(f"embedded engine: cost of {name} at {BUSY}", cost, "ratio", bar))
-    cost = ratio("prefixes, equal", "engine, equal") - 1
-    found.append(
-        shown(f"embedded engine: cost of a prefix cache, prompts of 16 tokens, at {BUSY}", cost, "ratio")
-    )
+    for name, case, over in (
+        ("a capture that nobody asks anything of", "unasked", "without"),
+        ("a prefix cache, prompts of 16 tokens,", "prefixes", "engine"),
+    ):
+        cost = ratio(f"{case}, equal", f"{over}, equal") - 1
+        found.append(shown(f"embedded engine: cost of {name} at {BUSY}", cost, "ratio"))
     for name, case, bar in (
         (f"equal lengths at {BUSY}", "equal", 1.2),
         (f"{RAGGED_ANSWERS} answers of 16 to 256 at {BUSY}", "ragged", 2.0),

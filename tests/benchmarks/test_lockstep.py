@@ -2,14 +2,16 @@
 
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
 
-from benchmarks.lockstep import BeforePass, in_lockstep, kinds_in_lockstep
+from benchmarks.lockstep import BeforePass, _kind_of, in_lockstep, kinds_in_lockstep
 from benchmarks.timing import Case, median_ratio
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,8 +35,11 @@ def busy(seconds_per_pass: float, log: Path, name: str, before_pass: BeforePass)
 
 @contextmanager
 def failing(before_pass: BeforePass) -> Iterator[Case]:
+    """In its eighth pass, when the others wait for their turn."""
+
     def case() -> None:
-        before_pass()
+        for _ in range(8):
+            before_pass()
         raise ValueError("this case cannot be run")
 
     yield case
@@ -80,14 +85,28 @@ def test_every_process_does_every_kind_in_every_repetition(tmp_path: Path) -> No
         done.setdefault(place, []).append(kind)
     assert len(done) == 3
     for each in done.values():
-        # The first was to warm up.
-        assert sorted(each[1:4]) == sorted(each[4:7]) == sorted(kinds)
-    for turn in range(7):
+        # Once to warm up.
+        assert sorted(each[:3]) == sorted(each[3:6]) == sorted(each[6:]) == sorted(kinds)
+    for turn in range(3, 9):
         assert {each[turn] for each in done.values()} == set(kinds)
+
+
+def test_no_kind_comes_first_or_after_another_more_often() -> None:
+    kinds, turns = ("a", "b", "c"), range(24)
+    # As in_lockstep begins: with another process in every repetition.
+    assert Counter(_kind_of(kinds, turn % 3, turn) for turn in turns) == {"a": 8, "b": 8, "c": 8}
+    orders = [[_kind_of(kinds, place, turn) for turn in turns] for place in range(3)]
+    follows = Counter(pair for order in orders for pair in pairwise(order) if pair[0] != pair[1])
+    assert set(follows) == set(permutations(kinds, 2))
+    assert max(follows.values()) <= 1.5 * min(follows.values())
+    beside = Counter(
+        (orders[place][turn], orders[(place + 1) % 3][turn]) for turn in turns for place in range(3)
+    )
+    assert set(beside.values()) == {12}
 
 
 def test_failing_case_is_told_with_its_traceback_and_ends_the_others(tmp_path: Path) -> None:
     makers = {"busy": partial(busy, 0.001, tmp_path / "log", "busy"), "failing": failing}
     with pytest.raises(RuntimeError, match=r"a case failed:[\s\S]*this case cannot be run"):
-        in_lockstep(makers, repetitions=2)
+        in_lockstep(makers, repetitions=2, warm_up=False)
     assert not multiprocessing.active_children()

@@ -450,7 +450,7 @@ def store_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture
 def faults(store_config: dict[str, Any]) -> Iterator[Callable[..., None]]:
-    """`faults(delay_s=..., error=..., put=...)` for puts from now on; none after the test."""
+    """`faults(delay_s=..., hold=..., error=..., put=...)` for puts from now on; none after the test."""
     path = Path(store_config["faults"])
 
     def inject(**settings: Any) -> None:

@@ -16,7 +16,7 @@ BODY = {
     "return_routed_experts": True,
     "return_outputs_via_store": True,
 }
-STORING_S = 2.0
+STORING_S = 5.0
 """How long a delayed put takes; requests themselves take milliseconds."""
 
 
@@ -59,6 +59,7 @@ def test_client_killed_while_decoding_leaves_nothing(
     wait_until: Callable[..., None],
 ) -> None:
     before = puts_begun()
+    wait_until(lambda: num_running(server) == 0)
     endless = {**BODY, "sampling_params": {"max_new_tokens": 3900, "temperature": 0, "ignore_eos": True}}
     killed_client(server.url, "/generate", endless, lambda: num_running(server) == 1)
     # The server looks for clients that left once a second (SGLANG_REQUEST_STATE_WAIT_TIMEOUT).
@@ -122,7 +123,7 @@ def test_others_are_served_while_a_put_waits(
     puts_begun: Callable[[], int],
     wait_until: Callable[..., None],
 ) -> None:
-    faults(delay_s=STORING_S)
+    faults(hold=True)
     before = puts_begun()
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(server.generate(BODY)))
@@ -130,5 +131,6 @@ def test_others_are_served_while_a_put_waits(
     wait_until(lambda: puts_begun() > before)
     server.generate({**BODY, "return_outputs_via_store": False})
     assert not answers
+    faults()
     thread.join(timeout=30)
     reader.take(answers[0]["meta_info"])

@@ -326,6 +326,7 @@ def test_aborted_request_delivers_the_rows_of_its_partial_output(
     answers: list[Any] = []
     body = {"rid": "abort-me", "input_ids": PROMPT, "sampling_params": sampling, **ROWS}
     thread = threading.Thread(target=lambda: answers.append(server.generate(body)))
+    wait_until(lambda: num_running(server) == 0)
     thread.start()
     wait_until(lambda: num_running(server) == 1)
     server.post("/abort_request", {"rid": "abort-me"})
@@ -349,6 +350,7 @@ def test_aborted_in_the_queue_has_no_reference_and_no_error(
         threading.Thread(target=lambda b=b: answers.append(server.post("/generate", b)))
         for b in (running, body)
     ]
+    wait_until(lambda: num_running(server) == 0)
     threads[0].start()
     wait_until(lambda: num_running(server) == 1)
     server.post("/pause_generation", {"mode": "retract"})

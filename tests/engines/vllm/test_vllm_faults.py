@@ -20,7 +20,7 @@ ROUTES = {
     },
     "/inference/v1/generate": {"token_ids": [30, 31, 32], "sampling_params": SAMPLING, **OPT_IN},
 }
-STORING_S = 3.0
+STORING_S = 5.0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -48,13 +48,16 @@ def test_client_killed_while_decoding_leaves_nothing(
     reader: Any,
     puts_begun: Callable[[], int],
     tokens_since: Callable,
+    metric: Callable[[Any, str], float],
     killed_client: Callable[..., None],
+    wait_until: Callable[..., None],
 ) -> None:
     before = puts_begun()
     generated = tokens_since(server)
     endless = {**ROUTES["/v1/completions"], "max_tokens": 400}
     killed_client(server.url, "/v1/completions", endless, lambda: generated() >= 3)
-    # The server answers a later request, so it has ended the other one.
+    wait_until(lambda: metric(server, "vllm:num_requests_running") == 0)
+    # A request that ran to its end would have been put.
     answer = server.post("/v1/completions", ROUTES["/v1/completions"], timeout=600).json()
     reader.take(answer)
     assert puts_begun() == before + 1
@@ -103,7 +106,7 @@ def test_others_are_served_while_a_put_waits(
     puts_begun: Callable[[], int],
     wait_until: Callable[..., None],
 ) -> None:
-    faults(delay_s=20)
+    faults(hold=True)
     before = puts_begun()
     answers: list[Any] = []
     body = ROUTES["/v1/completions"]
@@ -114,5 +117,6 @@ def test_others_are_served_while_a_put_waits(
     wait_until(lambda: puts_begun() > before)
     server.post("/v1/completions", {**body, "return_outputs_via_store": False, "max_tokens": 1}, timeout=600)
     assert not answers
+    faults()
     thread.join(timeout=600)
     reader.take(answers[0])

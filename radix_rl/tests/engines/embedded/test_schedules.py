@@ -104,11 +104,12 @@ def requests(model, prompt, request_of) -> list[GenerateRequest]:
 
 @pytest.fixture
 def check_everything(check_against) -> Callable[..., None]:
-    """Rows of routers and indexers, supports and log-probabilities against the model alone."""
+    """What was asked for of rows of routers and indexers and supports, and log-probabilities, against the
+    model alone.
+    """
 
     def check(model: tf.PreTrainedModel, request: GenerateRequest, output: GenerateOutput) -> None:
         check_against(model, request, output)
-        assert output.outputs is not None
         ids = torch.tensor([[*request.input_ids, *output.output_ids]])
         kept: list[torch.Tensor] = []
         handles = [
@@ -120,9 +121,10 @@ def check_everything(check_against) -> Callable[..., None]:
             logits = model(input_ids=ids).logits[0].float()
         for handle in handles:
             handle.remove()
-        if kept:
+        if request.return_indexer_topk:
             _check_indexer(output, kept)
-        _check_mask(request, output, logits[len(request.input_ids) - 1 : -1])
+        if request.return_sampling_mask:
+            _check_mask(request, output, logits[len(request.input_ids) - 1 : -1])
 
     return check
 
@@ -188,6 +190,37 @@ async def test_all_outputs_equal_one_forward_and_seeded_tokens_those_of_a_reques
         assert output.output_ids == repeated.output_ids == expected.output_ids
         check_everything(model, request, output)
         check_everything(model, request, repeated)
+
+
+@pytest.mark.parametrize("disturbance", ["retract", "in_place"])
+async def test_requests_that_ask_for_different_outputs_get_those(
+    model, engine_of_all, requests, check_everything, disturbance
+):
+    """Steps capture what somebody of theirs asks for; without a prefix cache nobody else wants it."""
+    requests = [
+        msgspec.structs.replace(
+            request,
+            return_routed_experts=i in (1, 4, 5),
+            return_indexer_topk=i in (2, 4, 6) and request.return_indexer_topk,
+            return_sampling_mask=i in (3, 5),
+        )
+        for i, request in enumerate(requests)
+    ]
+    async with engine_of_all(chunked_prefill_tokens=16, max_running_requests=3) as engine:
+        running = [asyncio.create_task(engine.generate(request)) for request in requests]
+        for pause in range(4):
+            await _until_tokens(engine, 10 + 20 * pause)
+            await engine.pause(disturbance)
+            await engine.resume()
+        outputs = await asyncio.gather(*running)
+    for request, output in zip(requests, outputs, strict=True):
+        check_everything(model, request, output)
+        asked = (request.return_routed_experts, request.return_indexer_topk, request.return_sampling_mask)
+        stash = output.outputs
+        assert (stash is not None) == any(asked)
+        if stash is not None:
+            found = (stash.routed_experts, stash.indexer_topk, stash.sampling_mask_token_ids)
+            assert tuple(array is not None for array in found) == asked
 
 
 async def test_aborted_and_continued_outputs_join_to_those_of_one_forward(

@@ -21,6 +21,7 @@ from radix_transfer_plugins.backends.shared_memory import SharedMemoryBackend
 from radix_transfer_plugins.codecs.base import Buffer
 
 _counting = threading.Lock()
+_LONGEST_HOLD_S = 300.0
 
 INDEXER_LAYERS, INDEX_TOPK = 2, 8
 NAN_SUPPORT = 6
@@ -32,9 +33,10 @@ class FaultyBackend(SharedMemoryBackend):
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
-        """`faults`: path of a JSON file with any of delay_s; error: the name of one of the store's errors;
-        put: the number of the one stash that fails with it, again and again. A file beside it has the line
-        `begun` for each stash whose put began and `ended` for each whose put is over."""
+        """`faults`: path of a JSON file with any of delay_s; hold: true as long as puts are to wait; error:
+        the name of one of the store's errors; put: the number of the one stash that fails with it, again and
+        again. A file beside it has the line `begun` for each stash whose put began and `ended` for each whose
+        put is over."""
         config = dict(config)
         faults = Path(str(config.pop("faults")))
         backend = super().from_config(config)
@@ -43,18 +45,24 @@ class FaultyBackend(SharedMemoryBackend):
         return backend
 
     def put_batch(self, items: Sequence[tuple[str, Buffer]]) -> None:
-        faults = json.loads(self.faults.read_text()) if self.faults.exists() else {}
+        faults = self._injected()
         stashes: dict[str, list[bytes]] = {}
         for key, value in items:
             stashes.setdefault(key.rpartition("/")[0], []).append(bytes(value))
         numbers = [self._note_put("begun") for _ in stashes]
         try:
             time.sleep(faults.get("delay_s", 0))
+            deadline_s = time.monotonic() + _LONGEST_HOLD_S
+            while self._injected().get("hold") and time.monotonic() < deadline_s:
+                time.sleep(0.02)
             self._refuse(stashes, numbers, faults)
             super().put_batch(items)
         finally:
             for _ in stashes:
                 self._note_put("ended")
+
+    def _injected(self) -> dict[str, Any]:
+        return json.loads(self.faults.read_text()) if self.faults.exists() else {}
 
     def _refuse(
         self, stashes: Mapping[str, list[bytes]], numbers: Sequence[int], faults: Mapping[str, Any]
