@@ -49,12 +49,15 @@ def run() -> list[Result]:
             "engine, equal": partial(engine_case, "inline", equal),
             "prefixes, equal": partial(engine_case, "inline", equal, prefix_cache_tokens=PREFIX_CACHE_TOKENS),
             "generate, equal": partial(generate_case, equal),
+        }
+        idle_cases = {
             "unasked, equal": partial(engine_case, "inline", equal, asked="none"),
             "without, equal": partial(engine_case, "none", equal),
         }
-        # Turns go round in one order, and whose turn a case's follows is worth a percent.
-        names = list(equal_cases) if number % 2 == 0 else list(reversed(equal_cases))
-        extend(seconds, in_lockstep({name: equal_cases[name] for name in names}, repetitions=8))
+        for cases in (equal_cases, idle_cases):
+            # Turns go round in one order, and whose turn a case's follows is worth a percent.
+            names = list(cases) if number % 2 == 0 else list(reversed(cases))
+            extend(seconds, in_lockstep({name: cases[name] for name in names}, repetitions=8))
         ragged_cases = {
             "engine, ragged": partial(engine_case, "inline", ragged),
             "generate, ragged": partial(generate_case, ragged),
