@@ -167,6 +167,16 @@ async def _until_tokens(engine, count: int) -> None:
         await asyncio.sleep(0.001)
 
 
+async def _disturbed(engine, requests: list[GenerateRequest], mode: str) -> list[GenerateOutput]:
+    """Answers of requests that ran together through four pauses."""
+    running = [asyncio.create_task(engine.generate(request)) for request in requests]
+    for pause in range(4):
+        await _until_tokens(engine, 10 + 20 * pause)
+        await engine.pause(mode)
+        await engine.resume()
+    return await asyncio.gather(*running)
+
+
 @pytest.mark.parametrize("disturbance", ["retract", "in_place"])
 async def test_all_outputs_equal_one_forward_and_seeded_tokens_those_of_a_request_alone(
     model, engine_of_all, requests, check_everything, disturbance
@@ -174,12 +184,7 @@ async def test_all_outputs_equal_one_forward_and_seeded_tokens_those_of_a_reques
     async with engine_of_all() as engine:
         alone = [await engine.generate(request) for request in requests]
     async with engine_of_all(prefix_cache_tokens=400, chunked_prefill_tokens=16) as engine:
-        running = [asyncio.create_task(engine.generate(request)) for request in requests]
-        for pause in range(4):
-            await _until_tokens(engine, 10 + 20 * pause)
-            await engine.pause(disturbance)
-            await engine.resume()
-        outputs = await asyncio.gather(*running)
+        outputs = await _disturbed(engine, requests, disturbance)
         # The second time much comes from the prefix cache.
         again = await asyncio.gather(
             *[engine.generate(msgspec.structs.replace(r, request_id=f"{r.request_id}+")) for r in requests]
@@ -207,12 +212,7 @@ async def test_requests_that_ask_for_different_outputs_get_those(
         for i, request in enumerate(requests)
     ]
     async with engine_of_all(chunked_prefill_tokens=16, max_running_requests=3) as engine:
-        running = [asyncio.create_task(engine.generate(request)) for request in requests]
-        for pause in range(4):
-            await _until_tokens(engine, 10 + 20 * pause)
-            await engine.pause(disturbance)
-            await engine.resume()
-        outputs = await asyncio.gather(*running)
+        outputs = await _disturbed(engine, requests, disturbance)
     for request, output in zip(requests, outputs, strict=True):
         check_everything(model, request, output)
         asked = (request.return_routed_experts, request.return_indexer_topk, request.return_sampling_mask)
