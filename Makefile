@@ -49,10 +49,10 @@ engine-environments: install-dev
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
 
-$(VENV)/.installed: constraints.txt $(PROJECTS) scripts/system_libraries.sh
+$(VENV)/.installed: constraints.txt $(PROJECTS) scripts/system_packages.sh
 	@echo "Setting up $(VENV) (first time: a few minutes) ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	sh scripts/system_libraries.sh
+	sh scripts/system_packages.sh
 	@# torch first and by its exact version, so that no other package's range picks a different build
 	$(PIP) --constraint constraints.txt $$(grep '^torch==' constraints.txt)
 	$(PIP) --constraint constraints.txt -e './radix_transfer_plugins[mooncake,fast]' -e ./radix_engine_plugins -e './radix_rl[gguf]'
@@ -60,6 +60,7 @@ $(VENV)/.installed: constraints.txt $(PROJECTS) scripts/system_libraries.sh
 
 $(VENV)/.installed-dev: $(VENV)/.installed-smollm2 requirements-dev.txt
 	@echo "Adding the development tools ..."
+	sh scripts/system_packages.sh test
 	$(PIP) --constraint constraints.txt --requirement requirements-dev.txt
 	touch $@
 
