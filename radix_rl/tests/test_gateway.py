@@ -2,9 +2,13 @@
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -37,10 +41,10 @@ def test_header_that_would_change_the_configuration_is_refused() -> None:
         GatewaySettings(urls=("http://a:1",), session_header="x) # ")
 
 
-def test_configuration_names_every_server_once() -> None:
+def test_configuration_names_every_server_in_each_backend() -> None:
     settings = GatewaySettings(urls=("http://a:1", "http://[::1]:2"), session_header="X-Conversation")
     text = render(settings, Path("/run/admin.sock"))
-    assert "    server s0 a:1\n    server s1 [::1]:2\n" in text
+    assert text.count("    server s0 a:1\n    server s1 [::1]:2\n") == 2, "with checks and without"
     assert "stick on req.hdr(X-Conversation)" in text
     assert "balance leastconn" in text
 
@@ -58,6 +62,7 @@ class Backend:
         self.name = name
         self.delay_s = 0.0
         self.healthy = True
+        self.dies = False
         self.seen: list[bytes] = []
         outer = self
 
@@ -71,7 +76,7 @@ class Backend:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 outer.seen.append(body)
                 time.sleep(outer.delay_s)
-                if not outer.healthy:
+                if outer.dies:
                     # As a killed process: the connection ends without an answer.
                     self.connection.shutdown(socket.SHUT_RDWR)
                     self.close_connection = True
@@ -116,7 +121,8 @@ def start_gateway(backends: list[Backend]) -> Iterator[Callable[..., Gateway]]:
         urls = tuple(backend.url for backend in backends)
         gateway = Gateway(GatewaySettings(**{"urls": urls, "port": port, "drain_s": 5, **settings}))
         started.append(gateway)
-        wait_for(lambda: gateway.admin_socket.exists() and all(gateway.is_up(url) for url in urls))
+        up = gateway.is_up
+        wait_for(lambda: gateway.admin_socket.exists() and all(map(up, gateway.settings.urls)))
         return gateway
 
     yield start
@@ -174,7 +180,7 @@ def test_generation_of_a_server_that_dies_is_answered_by_another(
     backends: list[Backend], start_gateway: Callable[..., Gateway]
 ) -> None:
     gateway = start_gateway()
-    backends[0].healthy = False
+    backends[0].dies = True
     answers = [httpx.post(f"{gateway.url}/generate", content=b"{}", timeout=10) for _ in range(6)]
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.json()["server"] for answer in answers} == {"b"}
@@ -186,7 +192,7 @@ def test_other_requests_are_never_repeated(
 ) -> None:
     gateway = start_gateway()
     for backend in backends:
-        backend.healthy = False
+        backend.dies = True
     assert httpx.post(f"{gateway.url}/end_weight_update", content=b"{}", timeout=10).status_code >= 500
     assert sum(len(backend.seen) for backend in backends) <= 1
 
@@ -200,6 +206,100 @@ def test_unhealthy_server_gets_nothing(
     names = {httpx.post(f"{gateway.url}/generate", content=b"{}").json()["server"] for _ in range(6)}
     assert names == {"a"}
     assert backends[1].seen == []
+
+
+def test_request_of_a_server_that_turns_unhealthy_goes_on(
+    backends: list[Backend], start_gateway: Callable[..., Gateway]
+) -> None:
+    """SGLang's /health fails while it is paused, and its requests wait for it."""
+    gateway = start_gateway()
+    for backend in backends:
+        backend.delay_s = 4.0
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(httpx.post, f"{gateway.url}/generate", content=b"{}", timeout=20)
+        wait_for(lambda: any(backend.seen for backend in backends))
+        for backend in backends:
+            backend.healthy = False
+        wait_for(lambda: not any(gateway.is_up(backend.url) for backend in backends))
+        assert not running.done()
+        assert running.result().status_code == 200
+
+
+def test_while_no_server_is_healthy_requests_go_to_any(
+    backends: list[Backend], start_gateway: Callable[..., Gateway]
+) -> None:
+    """As when all are paused for new weights. Sessions stay where they were."""
+    gateway = start_gateway(session_header="X-Conversation")
+
+    def names(session: str) -> set[str]:
+        headers = {"X-Conversation": session}
+        url = f"{gateway.url}/generate"
+        return {httpx.post(url, content=b"{}", headers=headers).json()["server"] for _ in range(3)}
+
+    before = {session: names(session) for session in ("one", "two", "three", "four")}
+    for backend in backends:
+        backend.healthy = False
+    wait_for(lambda: not any(gateway.is_up(backend.url) for backend in backends))
+    assert {session: names(session) for session in before} == before
+    gateway.drain(backends[0].url)
+    assert {httpx.post(f"{gateway.url}/generate", content=b"{}").json()["server"] for _ in range(4)} == {"b"}
+    backends[1].dies = True
+    gateway.ready(backends[0].url)
+    assert {httpx.post(f"{gateway.url}/generate", content=b"{}").json()["server"] for _ in range(4)} == {"a"}
+
+
+_KILLED_PROGRAM = """
+import asyncio, sys
+
+async def serve(reader, writer):
+    head = await reader.readuntil(b"\\r\\n\\r\\n")
+    if head.startswith(b"POST"):
+        await reader.readexactly(2)
+    writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\nConnection: close\\r\\n\\r\\n")
+    writer.close()
+
+async def main():
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+asyncio.run(main())
+"""
+
+
+def test_server_killed_under_load_costs_no_answer(
+    backends: list[Backend], start_gateway: Callable[..., Gateway]
+) -> None:
+    """Neither when it dies nor when the checks notice: then, a request may be on its way from it to
+    another."""
+    command = [sys.executable, "-c", _KILLED_PROGRAM]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        killed = f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        gateway = start_gateway(urls=(backends[0].url, killed))
+        over = threading.Event()
+
+        def ask() -> list[int]:
+            """Status of each answer. A client of the standard library: it is the quicker one."""
+            host = gateway.url.removeprefix("http://")
+            statuses = []
+            while not over.is_set():
+                connection = HTTPConnection(host, timeout=20)
+                connection.request("POST", "/generate", body=b"{}")
+                statuses.append(connection.getresponse().status)
+                connection.close()
+            return statuses
+
+        with ThreadPoolExecutor() as pool:
+            asking = [pool.submit(ask) for _ in range(16)]
+            try:
+                time.sleep(0.5)
+                process.kill()
+                wait_for(lambda: not gateway.is_up(killed))
+                time.sleep(0.5)
+            finally:
+                over.set()
+            assert {status for future in asking for status in future.result()} == {200}
 
 
 def test_drained_server_gets_nothing_new_until_it_is_ready_again(

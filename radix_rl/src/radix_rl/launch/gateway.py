@@ -2,8 +2,12 @@
 
 Routers that parse requests drop fields they do not know, `return_outputs_via_store` among them. HAProxy
 forwards bodies and answers as they are. It picks the server with the fewest connections, keeps requests of
-one session (a header) on one server, asks each server's /health every second, and sends a generation whose
-server died before answering to another one.
+one session (a header) on one server, and sends a generation whose server died before answering to another
+one.
+
+Each server's /health decides where new requests go, and no more than that: SGLang's fails on a server that
+is paused or long at one prefill. Running requests stay; while no server is healthy, as when all are paused
+for new weights, requests go to any of them and wait there.
 """
 
 import re
@@ -21,7 +25,8 @@ import httpx
 
 from radix_rl.errors import ConfigurationError
 
-BACKEND = "engines"
+HEALTHY, ANY = "engines", "engines-any"
+"""HAProxy backends: the same servers with health checks and without, for when none is healthy."""
 INSTALL_COMMAND = "sudo apt-get install haproxy"
 _HEADER = re.compile(r"[A-Za-z0-9-]+")
 
@@ -39,30 +44,40 @@ defaults
     timeout client {timeout_s}s
     timeout server {timeout_s}s
     timeout check 5s
+    balance leastconn
     # A client that leaves is passed on at once, so that its request is aborted and its outputs are deleted.
     option abortonclose
     option http-no-delay
+    option http-buffer-request
     option redispatch 1
     retries 3
+    retry-on conn-failure empty-response
+    # A host that is gone for 30 s is a connection that broke; a server that died breaks it itself. The checks
+    # break none: a request that HAProxy is about to send elsewhere would end with them.
+    option srvtcpka
+    default-server tcp-ut 30s
 
 frontend gateway
     bind {bind}
-    default_backend {backend}
+    use_backend {any} if {{ nbsrv({healthy}) eq 0 }}
+    default_backend {healthy}
 
-backend {backend}
-    balance leastconn
-    stick-table type string len 256 size 1m expire {timeout_s}s
-    stick on req.hdr({session_header})
+backend {healthy}
     option httpchk GET /health
     http-check expect status 200
-    # Only generations are repeated; to repeat a weight update or a pause would not be the same as once.
-    acl generation path /generate /v1/completions /v1/chat/completions
-    option http-buffer-request
-    retry-on conn-failure empty-response
-    http-request disable-l7-retry unless generation
-    default-server check inter 1s fall 2 rise 1 on-marked-down shutdown-sessions
+    default-server check inter 1s fall 2 rise 1
+    stick-table type string len 256 size 1m expire {timeout_s}s
+{servers}
+
+backend {any}
 {servers}
 """
+
+_RULES = """\
+    stick on req.hdr({session_header}) table {healthy}
+    # Only generations are repeated; to repeat a weight update or a pause would not be the same as once.
+    acl generation path /generate /v1/completions /v1/chat/completions /inference/v1/generate
+    http-request disable-l7-retry unless generation"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +129,7 @@ def _address(url: str) -> str:
 
 def render(settings: GatewaySettings, admin_socket: Path) -> str:
     """The configuration file."""
-    servers = "\n".join(f"    server s{i} {address}" for i, address in enumerate(settings.addresses))
+    servers = [f"    server s{i} {address}" for i, address in enumerate(settings.addresses)]
     return _TEMPLATE.format(
         max_connections=settings.max_connections,
         max_retried_bytes=settings.max_retried_bytes,
@@ -122,9 +137,9 @@ def render(settings: GatewaySettings, admin_socket: Path) -> str:
         drain_s=settings.drain_s,
         timeout_s=settings.timeout_s,
         bind=f"{settings.host}:{settings.port}",
-        backend=BACKEND,
-        session_header=settings.session_header,
-        servers=servers,
+        healthy=HEALTHY,
+        any=ANY,
+        servers="\n".join([_RULES.format(healthy=HEALTHY, session_header=settings.session_header), *servers]),
     )
 
 
@@ -196,7 +211,7 @@ class Gateway:
     def is_up(self, url: str) -> bool:
         """What the health checks say."""
         name = self._name(url)
-        for line in self._ask("show servers state " + BACKEND).splitlines():
+        for line in self._ask(f"show servers state {HEALTHY}").splitlines():
             columns = line.split()
             if len(columns) > 5 and columns[3] == name:
                 return columns[5] == "2"
@@ -214,7 +229,8 @@ class Gateway:
         self._folder.cleanup()
 
     def _set_state(self, url: str, state: str) -> None:
-        self._ask(f"set server {BACKEND}/{self._name(url)} state {state}")
+        for backend in (HEALTHY, ANY):
+            self._ask(f"set server {backend}/{self._name(url)} state {state}")
 
     def _name(self, url: str) -> str:
         if url not in self.settings.urls:
