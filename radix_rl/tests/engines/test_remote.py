@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from radix_rl.engines.liveness import LivenessWatch
 from radix_rl.engines.remote import RemoteEngine, RemoteSettings
 from radix_rl.errors import (
     ConfigurationError,
@@ -202,6 +203,23 @@ async def test_a_server_that_stops_fails_its_requests_within_seconds(serve, conn
     with pytest.raises(EngineError):
         await task
     assert time.monotonic() - started < 10
+
+
+async def test_a_request_waits_for_an_engine_that_cannot_generate_yet(serve, connect, request_for):
+    """Asleep, for one: it answers once it is woken."""
+    server = await serve()
+    engine = await connect(server.url)
+    engine._watch = LivenessWatch(engine._require_answer, interval_s=0.01, max_failures=2)
+    server.engine.free.clear()
+    task = asyncio.create_task(engine.generate(request_for()))
+    assert await until(lambda: server.engine.running)
+    server.engine.healthy = False
+    with pytest.raises(EngineError, match="its worker is gone"):
+        await engine.health()
+    await asyncio.sleep(0.3)
+    assert not task.done()
+    server.engine.free.set()
+    assert (await task).output_ids == (5, 6, 7)
 
 
 async def test_start_waits_for_a_server_that_is_coming_up(serve, connect):

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from radix_rl.engines.health_watch import HealthWatch
+from radix_rl.engines.liveness import LivenessWatch
 from radix_rl.engines.remote import RemoteEngine, RemoteSettings
 from radix_rl.errors import (
     ConfigurationError,
@@ -145,15 +145,15 @@ async def test_statuses_become_errors_with_the_servers_words(request_for, status
 
 async def test_a_server_that_stops_answering_is_noticed_by_probes(request_for):
     async def hang(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/health":
+        if request.url.path == "/model_info":
             raise httpx.ConnectError("refused")
         await asyncio.sleep(60)
         raise AssertionError
 
     engine = RemoteEngine("http://stand-in", RemoteSettings(), transport=httpx.MockTransport(hang))
-    engine._watch = HealthWatch(engine.health, interval_s=0.02, max_failures=3)
+    engine._watch = LivenessWatch(engine._require_answer, interval_s=0.02, max_failures=3)
     started = time.monotonic()
-    with pytest.raises(EngineDeadError, match="3 failed health probes: no connection"):
+    with pytest.raises(EngineDeadError, match="3 failed probes: no connection"):
         await engine.generate(request_for())
     assert time.monotonic() - started < 5
     await engine.close()
@@ -167,7 +167,7 @@ async def test_a_probe_that_fails_once_does_not_end_a_request():
         if error is not None:
             raise error
 
-    watch = HealthWatch(probe, interval_s=0.01, max_failures=2)
+    watch = LivenessWatch(probe, interval_s=0.01, max_failures=2)
     call = asyncio.create_task(asyncio.sleep(0.2, "done"))
     assert await watch.guard(call) == "done"
 

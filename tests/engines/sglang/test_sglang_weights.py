@@ -1,5 +1,6 @@
 """A trainer's new weights reach the real SGLang, unmodified, by broadcast and by a checkpoint on disk."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from radix_rl.config.weights import WeightsConfig
+from radix_rl.engines import remote
+from radix_rl.engines.liveness import LivenessWatch
 from radix_rl.engines.remote import RemoteEngine, RemoteSettings
+from radix_rl.engines.retry import RetryPolicy
+from radix_rl.errors import EngineError
 from radix_rl.types import GenerateOutput, GenerateRequest, SamplingParams
 from radix_rl.weights.checkpoint_names import CheckpointNames
 from radix_rl.weights.sync import WeightSynchronizer
@@ -101,6 +106,22 @@ async def test_sglang_answers_with_each_new_version(
         assert (await engine.info()).weight_version == str(version)
         assert metrics["weights/buckets"] > 1
     await sync.close()
+
+
+async def test_request_waits_for_a_paused_sglang(
+    engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its /health fails meanwhile."""
+    monkeypatch.setattr(remote, "PROBE", RetryPolicy(max_tries=1, deadline_s=2.0))
+    engine._watch = LivenessWatch(engine._require_answer, interval_s=0.2, max_failures=2)
+    await engine.pause("in_place")
+    waiting = asyncio.create_task(answer_of(engine, "paused"))
+    with pytest.raises(EngineError):
+        await engine.health()
+    await asyncio.sleep(3)
+    assert not waiting.done()
+    await engine.resume()
+    assert len((await waiting).output_ids) == NUM_OUTPUTS
 
 
 async def test_weights_in_request_bodies_are_refused_for_sglang(

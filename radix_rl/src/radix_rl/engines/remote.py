@@ -10,8 +10,8 @@ import httpx
 import msgspec
 
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
-from radix_rl.engines.health_watch import HealthWatch
 from radix_rl.engines.http_client import HttpClient
+from radix_rl.engines.liveness import LivenessWatch
 from radix_rl.engines.remote_weights import RemoteWeights
 from radix_rl.engines.retry import RetryPolicy, with_retries
 from radix_rl.engines.sglang_api import TokenShapes, generate_body, parse_answer
@@ -32,6 +32,7 @@ from radix_transfer_plugins.ref import REF_VERSION
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 10.0
+PROBE = RetryPolicy(max_tries=1, deadline_s=PROBE_TIMEOUT_S)
 LATE_ANSWER_TIMEOUT_S = 10.0
 """How long a cancelled request's answer is waited for, so that its stored object can be deleted."""
 
@@ -76,7 +77,7 @@ class RemoteEngine(Engine):
             connect_timeout_s=settings.connect_timeout_s,
             transport=transport,
         )
-        self._watch = HealthWatch(self._probe)
+        self._watch = LivenessWatch(self._require_answer)
         self._capabilities: EngineCapabilities | None = None
         self._weights: RemoteWeights | None = None
         self._shapes: TokenShapes = {}
@@ -216,7 +217,7 @@ class RemoteEngine(Engine):
         await self._http.post("/update_weight_version", body, admin=True)
 
     async def health(self) -> None:
-        await self._probe()
+        await self._http.get("/health", PROBE)
 
     async def close(self) -> None:
         """Waits for clean-up calls; the server goes on."""
@@ -270,9 +271,10 @@ class RemoteEngine(Engine):
                 "install the same radix-transfer-plugins on both"
             )
 
-    async def _probe(self) -> None:
-        policy = RetryPolicy(max_tries=1, deadline_s=PROBE_TIMEOUT_S)
-        await self._http.get("/health", policy)
+    async def _require_answer(self) -> None:
+        """What the watch asks. Not /health: a paused SGLang, or one that is long at a prefill, fails it, and
+        ours does asleep, yet the requests that wait there will be answered."""
+        await self._http.get("/model_info", PROBE)
 
     async def _reap(self, call: asyncio.Task[GenerateOutput], rids: list[str]) -> None:
         """End a request whose caller is gone. Its answer may be on the way: then its object is ours to

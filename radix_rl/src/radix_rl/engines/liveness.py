@@ -9,7 +9,7 @@ from radix_rl.errors import EngineDeadError, EngineError
 T = TypeVar("T")
 
 
-class HealthWatch:
+class LivenessWatch:
     """Probes while at least one call is guarded; after `max_failures` failed probes in a row every guard
     gives up."""
 
@@ -48,9 +48,7 @@ class HealthWatch:
         for guard in self._guards:
             if not guard.done():
                 guard.set_result(
-                    EngineDeadError(
-                        f"gave the engine up after {self._max_failures} failed health probes: {error}"
-                    )
+                    EngineDeadError(f"gave the engine up after {self._max_failures} failed probes: {error}")
                 )
 
     async def _first_failure(self) -> EngineError:
