@@ -209,7 +209,7 @@ async def test_a_request_waits_for_an_engine_that_cannot_generate_yet(serve, con
     """Asleep, for one: it answers once it is woken."""
     server = await serve()
     engine = await connect(server.url)
-    engine._watch = LivenessWatch(engine._require_answer, interval_s=0.01, max_failures=2)
+    engine._http.watch = LivenessWatch(engine._http._require_answer, interval_s=0.01, max_failures=2)
     server.engine.free.clear()
     task = asyncio.create_task(engine.generate(request_for()))
     assert await until(lambda: server.engine.running)

@@ -9,8 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from radix_rl.engines import http_client
 from radix_rl.engines.liveness import LivenessWatch
 from radix_rl.engines.remote import RemoteEngine, RemoteSettings
+from radix_rl.engines.remote_weights import RemoteWeights
+from radix_rl.engines.retry import RetryPolicy
 from radix_rl.errors import (
     ConfigurationError,
     EngineDeadError,
@@ -19,6 +22,7 @@ from radix_rl.errors import (
     ReplayError,
     RequestError,
 )
+from radix_rl.server.runner import bind
 from radix_rl.types import LOGPROB_FLOOR
 
 
@@ -151,11 +155,38 @@ async def test_a_server_that_stops_answering_is_noticed_by_probes(request_for):
         raise AssertionError
 
     engine = RemoteEngine("http://stand-in", RemoteSettings(), transport=httpx.MockTransport(hang))
-    engine._watch = LivenessWatch(engine._require_answer, interval_s=0.02, max_failures=3)
+    engine._http.watch = LivenessWatch(engine._http._require_answer, interval_s=0.02, max_failures=3)
     started = time.monotonic()
     with pytest.raises(EngineDeadError, match="3 failed probes: no connection"):
         await engine.generate(request_for())
     assert time.monotonic() - started < 5
+    await engine.close()
+
+
+@pytest.fixture
+async def frozen():
+    """URL of a server that takes connections, as the kernel does for a stopped process, and never answers."""
+    with bind("127.0.0.1", 0) as sock:
+        sock.listen()
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: engine.pause("in_place"),
+        lambda engine: engine.sleep(),
+        lambda engine: RemoteWeights(engine._http, {"server": "radix-rl"}).begin("1"),
+        lambda engine: RemoteWeights(engine._http, {}).send_encoded(b"bucket"),
+    ],
+    ids=["pause", "sleep", "begin", "bucket"],
+)
+async def test_control_calls_to_a_frozen_server_end(frozen, monkeypatch, call):
+    monkeypatch.setattr(http_client, "PROBE", RetryPolicy(max_tries=1, deadline_s=0.1))
+    engine = RemoteEngine(frozen, RemoteSettings())
+    engine._http.watch = LivenessWatch(engine._http._require_answer, interval_s=0.02, max_failures=2)
+    with pytest.raises(EngineDeadError, match=r"2 failed probes: .*/model_info did not answer"):
+        await asyncio.wait_for(call(engine), 10)
     await engine.close()
 
 

@@ -1,18 +1,27 @@
 """HTTP calls to one server, with what went wrong as this package's errors."""
 
+import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import httpx
 import msgspec
 
+from radix_rl.engines.liveness import LivenessWatch
 from radix_rl.engines.retry import RetryPolicy, with_retries
 from radix_rl.errors import ConfigurationError, EngineDeadError, EngineError, EngineStateError, RequestError
+
+PROBE_TIMEOUT_S = 10.0
+PROBE = RetryPolicy(max_tries=1, deadline_s=PROBE_TIMEOUT_S)
 
 
 class HttpClient:
     """One connection pool. Raises RequestError (4xx), EngineStateError (409), EngineError (5xx after the
     last try), EngineDeadError (no connection, or no answer before the deadline), ConfigurationError (a key
     that is refused)."""
+
+    watch: LivenessWatch
+    """For calls that may take as long as a generation or an update does: they end with their server."""
 
     def __init__(
         self,
@@ -29,7 +38,8 @@ class HttpClient:
         self.base_url = base_url.rstrip("/")
         self._keys = {False: api_key, True: admin_api_key or api_key}
         self._retry = retry or RetryPolicy()
-        # Whoever awaits a call bounds it: an answer may take as long as generation does.
+        self.watch = LivenessWatch(self._require_answer)
+        # Deadlines are those of the policies, and the watch's.
         timeout = httpx.Timeout(None, connect=connect_timeout_s)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         self._client = httpx.AsyncClient(
@@ -45,16 +55,32 @@ class HttpClient:
         )
 
     async def post(self, path: str, body: Any = None, *, admin: bool = False) -> Any:
-        """One try with `body` as JSON. The JSON body of the answer, None if it has none."""
+        """One try with `body` as JSON. The JSON body of the answer, None if it has none. Control calls are
+        watched; `admin=False` leaves that to the caller."""
         content = msgspec.json.encode({} if body is None else body)
-        return await self._once("POST", path, content, {"Content-Type": "application/json"}, admin=admin)
+        call = self._once("POST", path, content, {"Content-Type": "application/json"}, admin=admin)
+        return await (self._watched(call) if admin else call)
 
     async def post_bytes(self, path: str, content: bytes, content_type: str) -> Any:
         """One try of a control call with a binary body."""
-        return await self._once("POST", path, content, {"Content-Type": content_type}, admin=True)
+        return await self._watched(
+            self._once("POST", path, content, {"Content-Type": content_type}, admin=True)
+        )
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    async def _watched(self, call: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.create_task(call)
+        try:
+            return await self.watch.guard(task)
+        finally:
+            task.cancel()
+
+    async def _require_answer(self) -> None:
+        """What the watch asks. Not /health: a paused SGLang, or one that is long at a prefill, fails it, and
+        ours does asleep, yet the requests that wait there will be answered."""
+        await self.get("/model_info", PROBE)
 
     async def _once(
         self, method: str, path: str, content: bytes | None, headers: dict[str, str], *, admin: bool

@@ -10,8 +10,7 @@ import httpx
 import msgspec
 
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
-from radix_rl.engines.http_client import HttpClient
-from radix_rl.engines.liveness import LivenessWatch
+from radix_rl.engines.http_client import PROBE, PROBE_TIMEOUT_S, HttpClient
 from radix_rl.engines.remote_weights import RemoteWeights
 from radix_rl.engines.retry import RetryPolicy, with_retries
 from radix_rl.engines.sglang_api import TokenShapes, generate_body, parse_answer
@@ -31,8 +30,6 @@ from radix_transfer_plugins.ref import REF_VERSION
 
 logger = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_S = 10.0
-PROBE = RetryPolicy(max_tries=1, deadline_s=PROBE_TIMEOUT_S)
 LATE_ANSWER_TIMEOUT_S = 10.0
 """How long a cancelled request's answer is waited for, so that its stored object can be deleted."""
 
@@ -77,7 +74,6 @@ class RemoteEngine(Engine):
             connect_timeout_s=settings.connect_timeout_s,
             transport=transport,
         )
-        self._watch = LivenessWatch(self._require_answer)
         self._capabilities: EngineCapabilities | None = None
         self._weights: RemoteWeights | None = None
         self._shapes: TokenShapes = {}
@@ -141,7 +137,7 @@ class RemoteEngine(Engine):
         rids: list[str] = []
         call = asyncio.create_task(self._generate(request, rids))
         try:
-            return await self._watch.guard(call)
+            return await self._http.watch.guard(call)
         except asyncio.CancelledError:
             self._later(self._reap(call, rids))
             raise
@@ -270,11 +266,6 @@ class RemoteEngine(Engine):
                 f"{REF_VERSION}; "
                 "install the same radix-transfer-plugins on both"
             )
-
-    async def _require_answer(self) -> None:
-        """What the watch asks. Not /health: a paused SGLang, or one that is long at a prefill, fails it, and
-        ours does asleep, yet the requests that wait there will be answered."""
-        await self._http.get("/model_info", PROBE)
 
     async def _reap(self, call: asyncio.Task[GenerateOutput], rids: list[str]) -> None:
         """End a request whose caller is gone. Its answer may be on the way: then its object is ours to
