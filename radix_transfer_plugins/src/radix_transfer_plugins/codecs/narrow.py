@@ -58,15 +58,21 @@ class NarrowCodec(Codec):
         codes = np.empty(items.size, self._code)
         for start in range(0, items.size, _BLOCK_ITEMS):
             block = items[start : start + _BLOCK_ITEMS]
-            least, largest = int(block.min()), int(block.max())
-            if least < -1 or largest >= self.ids:
-                raise CodecError(
-                    f"codec 'narrow' stores ids in [-1, {self.ids}), got values from {least} to {largest}; "
-                    "configure it with the model's number of ids"
-                )
+            self._require_ids(block)
             # The cast keeps the low bits, which turns -1 into the largest code.
             np.copyto(codes[start : start + _BLOCK_ITEMS], block, casting="unsafe")
         return codes
+
+    def _require_ids(self, block: np.ndarray) -> None:
+        # Read as unsigned, -1 is the largest value: where there is none, one pass tells.
+        if int(block.view(block.dtype.str.replace("i", "u")).max()) < self.ids:
+            return
+        least, largest = int(block.min()), int(block.max())
+        if least < -1 or largest >= self.ids:
+            raise CodecError(
+                f"codec 'narrow' stores ids in [-1, {self.ids}), got values from {least} to {largest}; "
+                "configure it with the model's number of ids"
+            )
 
     def decode(
         self,
