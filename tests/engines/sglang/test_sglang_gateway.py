@@ -81,16 +81,36 @@ def gateway(server: Any, second_server: Any, port: Callable[[], int]) -> Iterato
     gateway.stop()
 
 
+def ask(gateway: Gateway) -> dict[str, Any]:
+    response = httpx.post(f"{gateway.url}/generate", json=BODY, timeout=120)
+    assert response.status_code == 200, response.text
+    return response.json()["meta_info"]
+
+
+def test_request_waits_while_every_server_is_paused(
+    gateway: Gateway, server: Any, second_server: Any, reader: Any, wait_until: Callable[..., None]
+) -> None:
+    servers = (server, second_server)
+    with ThreadPoolExecutor() as pool:
+        try:
+            for each in servers:
+                assert each.post("/pause_generation", {"mode": "retract"}).status_code == 200
+            wait_until(lambda: not any(gateway.is_up(each.url) for each in servers))
+            waiting = pool.submit(ask, gateway)
+            time.sleep(1)
+            assert not waiting.done()
+        finally:
+            for each in servers:
+                assert each.post("/continue_generation", {}).status_code == 200
+        reader.take(waiting.result())
+    wait_until(lambda: all(gateway.is_up(each.url) for each in servers))
+
+
 def test_references_arrive_and_none_is_lost_when_a_server_is_killed(
     gateway: Gateway, second_server: Any, reader: Any
 ) -> None:
-    def ask(_: int) -> dict[str, Any]:
-        response = httpx.post(f"{gateway.url}/generate", json=BODY, timeout=120)
-        assert response.status_code == 200, response.text
-        return response.json()["meta_info"]
-
     with ThreadPoolExecutor(8) as pool:
-        futures = [pool.submit(ask, i) for i in range(48)]
+        futures = [pool.submit(ask, gateway) for _ in range(48)]
         while sum(future.done() for future in futures) < 12:
             time.sleep(0.05)
         second_server.stop(first=signal.SIGKILL)
