@@ -1,6 +1,8 @@
 """The gateway without engines: what it refuses, and a real HAProxy in front of two plain servers."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -122,7 +124,7 @@ def start_gateway(backends: list[Backend]) -> Iterator[Callable[..., Gateway]]:
         gateway = Gateway(GatewaySettings(**{"urls": urls, "port": port, "drain_s": 5, **settings}))
         started.append(gateway)
         up = gateway.is_up
-        wait_for(lambda: gateway.admin_socket.exists() and all(map(up, gateway.settings.urls)))
+        wait_for(lambda: all(map(up, gateway.settings.urls)))
         return gateway
 
     yield start
@@ -315,6 +317,47 @@ def test_drained_server_gets_nothing_new_until_it_is_ready_again(
     }
     with pytest.raises(ConfigurationError, match="known:"):
         gateway.drain("http://elsewhere:1")
+
+
+def test_port_that_another_gateway_has_is_refused(start_gateway: Callable[..., Gateway]) -> None:
+    """Also one that nobody stops any more: it would get half of the requests."""
+    first = start_gateway()
+    for _ in range(3):
+        with pytest.raises(ConfigurationError, match=rf"{first.url}:\n(.|\n)*[Aa]ddress already in use"):
+            start_gateway(port=first.settings.port)
+
+
+@pytest.mark.parametrize("how", ["interrupt", "kill"])
+def test_requests_outlive_the_gateway_command(backends: list[Backend], how: str) -> None:
+    """An interrupt at a terminal reaches all processes of the group."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [str(Path(sys.executable).parent / "radix-rl"), "gateway", backends[0].url, "--port", str(port)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process,
+        ThreadPoolExecutor() as pool,
+    ):
+        wait_for(lambda: answers(url), timeout_s=60)
+        backends[0].delay_s = 2.0
+        running = pool.submit(httpx.post, f"{url}/generate", content=b"{}", timeout=20)
+        wait_for(lambda: bool(backends[0].seen))
+        if how == "interrupt":
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.kill()
+        assert running.result().status_code == 200
+        process.communicate(timeout=20)
+        wait_for(lambda: not answers(url))
+    assert process.returncode == (0 if how == "interrupt" else -signal.SIGKILL)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_stopping_lets_running_requests_end(

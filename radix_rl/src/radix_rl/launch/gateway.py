@@ -10,12 +10,15 @@ is paused or long at one prefill. Running requests stay; while no server is heal
 for new weights, requests go to any of them and wait there.
 """
 
+import contextlib
+import ctypes
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +30,10 @@ from radix_rl.errors import ConfigurationError
 
 HEALTHY, ANY = "engines", "engines-any"
 """HAProxy backends: the same servers with health checks and without, for when none is healthy."""
+START_TIMEOUT_S = 30.0
 INSTALL_COMMAND = "sudo apt-get install haproxy"
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 _HEADER = re.compile(r"[A-Za-z0-9-]+")
 
 _TEMPLATE = """\
@@ -37,6 +43,9 @@ global
     tune.bufsize {max_retried_bytes}
     stats socket {admin_socket} mode 600 level admin
     hard-stop-after {drain_s}s
+
+    # A second gateway on this port would silently take half of the requests.
+    noreuseport
 
 defaults
     mode http
@@ -143,6 +152,11 @@ def render(settings: GatewaySettings, admin_socket: Path) -> str:
     )
 
 
+def _drain_with_parent() -> None:
+    """Linux: the signal that HAProxy drains at comes with its parent's end."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+
+
 def find_haproxy() -> str:
     """Debian puts it where only root's PATH leads. Raises ConfigurationError with the command that installs
     it."""
@@ -173,10 +187,11 @@ def require_output_store(urls: Sequence[str], timeout_s: float = 10.0) -> None:
 
 class Gateway:
     """A running HAProxy; owns the process and the folder of its files. `stop` may be called in a
-    `finally`."""
+    `finally`. When the thread that made it ends without that, or is killed, HAProxy lets running requests end
+    and ends too."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        """Raises ConfigurationError when haproxy is missing or refuses the configuration."""
+        """Raises ConfigurationError when haproxy is missing, or does not start, as on a taken port."""
         executable = find_haproxy()
         self.settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="radix-gateway-")
@@ -189,7 +204,22 @@ class Gateway:
         if checked.returncode != 0:
             self._folder.cleanup()
             raise ConfigurationError(f"gateway: haproxy refused its configuration:\n{checked.stderr.strip()}")
-        self._process = subprocess.Popen([executable, "-db", "-q", "-f", self.config_path])
+        errors = Path(self._folder.name) / "errors.txt"
+        # In a session of its own: an interrupt at the terminal would end it before its requests.
+        with errors.open("w") as stream:
+            self._process = subprocess.Popen(
+                [executable, "-db", "-f", self.config_path],
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+                preexec_fn=_drain_with_parent,
+            )
+        if not self._answers_within(START_TIMEOUT_S):
+            self._process.kill()
+            self._process.wait()
+            problem = errors.read_text().strip()
+            self._folder.cleanup()
+            raise ConfigurationError(f"gateway: haproxy did not start on {self.url}:\n{problem}")
 
     @property
     def url(self) -> str:
@@ -227,6 +257,15 @@ class Gateway:
                 self._process.kill()
                 self._process.wait()
         self._folder.cleanup()
+
+    def _answers_within(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self._process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                self._ask("show version")
+                return True
+            time.sleep(0.02)
+        return False
 
     def _set_state(self, url: str, state: str) -> None:
         for backend in (HEALTHY, ANY):
