@@ -163,6 +163,25 @@ async def test_a_server_that_stops_answering_is_noticed_by_probes(request_for):
     await engine.close()
 
 
+@pytest.mark.parametrize("status", [401, 404, 429])
+async def test_a_probe_that_is_refused_is_answered_and_not_the_last_one(request_for, status):
+    answers = iter([httpx.Response(status)])
+
+    async def refuse_once(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/model_info":
+            if (answer := next(answers, None)) is not None:
+                return answer
+            raise httpx.ConnectError("refused")
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    engine = RemoteEngine("http://stand-in", RemoteSettings(), transport=httpx.MockTransport(refuse_once))
+    engine._http.watch = LivenessWatch(engine._http._require_answer, interval_s=0.02, max_failures=3)
+    with pytest.raises(EngineDeadError, match="3 failed probes: no connection"):
+        await asyncio.wait_for(engine.generate(request_for()), 10)
+    await engine.close()
+
+
 @pytest.fixture
 async def frozen():
     """URL of a server that takes connections, as the kernel does for a stopped process, and never answers."""

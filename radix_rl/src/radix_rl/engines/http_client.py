@@ -1,6 +1,7 @@
 """HTTP calls to one server, with what went wrong as this package's errors."""
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
@@ -80,7 +81,9 @@ class HttpClient:
     async def _require_answer(self) -> None:
         """What the watch asks. Not /health: a paused SGLang, or one that is long at a prefill, fails it, and
         ours does asleep, yet the requests that wait there will be answered."""
-        await self.get("/model_info", PROBE)
+        # A refusal is an answer.
+        with contextlib.suppress(RequestError, ConfigurationError, EngineStateError):
+            await self.get("/model_info", PROBE)
 
     async def _once(
         self, method: str, path: str, content: bytes | None, headers: dict[str, str], *, admin: bool
