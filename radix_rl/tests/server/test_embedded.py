@@ -52,6 +52,23 @@ def test_a_stream_ends_with_what_the_whole_answer_is(embedded_server):
         assert after["text"].startswith(before["text"])
 
 
+def test_a_stop_string_counts_with_the_last_token_and_within_the_minimum(embedded_server):
+    whole = _greedy(embedded_server, max_new_tokens=30)["text"]
+    stop = next(char for char in whole[3:] if char != "�")
+    ended = _greedy(embedded_server, max_new_tokens=30, stop=stop)
+    num_tokens = ended["meta_info"]["completion_tokens"]
+    assert ended["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+    for limits in (
+        {"max_new_tokens": num_tokens},
+        {"max_new_tokens": 30, "min_new_tokens": 30},
+        {"max_new_tokens": None, "min_new_tokens": 200},
+    ):
+        answer = _greedy(embedded_server, stop=stop, **limits)
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+        assert (answer["output_ids"], answer["text"]) == (ended["output_ids"], ended["text"])
+
+
 def test_a_stop_string_ends_the_text_before_it_streamed_or_not(embedded_server):
     whole = _greedy(embedded_server, max_new_tokens=30)["text"]
     # A stop string that the greedy answer is known to contain.

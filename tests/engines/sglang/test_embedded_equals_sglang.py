@@ -106,6 +106,17 @@ CASES = {
     "stop string kept": sampling(temperature=0, max_new_tokens=60, stop="ass", no_stop_trim=True),
     "stop token": sampling(temperature=0, max_new_tokens=60, ignore_eos=True, stop_token_ids=[259]),
     "minimum length": sampling(temperature=0, max_new_tokens=12, min_new_tokens=9, stop_token_ids=[259]),
+    "stop token as the last one": sampling(temperature=0, max_new_tokens=2, stop_token_ids=[259]),
+    "stop string with the last token": sampling(temperature=0, max_new_tokens=2, stop=["<assistant>"]),
+    "stop string and stop token": sampling(
+        temperature=0, max_new_tokens=60, stop=["<assistant>"], stop_token_ids=[259]
+    ),
+    "stop string within the minimum": sampling(
+        temperature=0, max_new_tokens=12, min_new_tokens=9, stop=["<assistant>"]
+    ),
+    "minimum over the default maximum": sampling(
+        temperature=0, max_new_tokens=None, min_new_tokens=200, stop=["<assistant>"]
+    ),
     "special tokens": sampling(**GREEDY, skip_special_tokens=False, spaces_between_special_tokens=False),
     # Apart: without the overlap schedule SGLang applies them in the order of a set of classes, which changes
     # from start to start.

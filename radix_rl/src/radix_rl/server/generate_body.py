@@ -240,7 +240,9 @@ def _request(
     params = sampling.params
     if sampling.unlimited:
         fitting = min(info.context_length, info.max_request_tokens or info.context_length) - len(prompt)
-        params = msgspec.structs.replace(params, max_new_tokens=max(fitting, 0))
+        longest = max(fitting, 0)
+        shortest = min(params.min_new_tokens, longest)
+        params = msgspec.structs.replace(params, max_new_tokens=longest, min_new_tokens=shortest)
     if room < 0:
         raise RequestError(
             f"the prompt has {len(prompt)} tokens, more than the context length of {info.context_length}; "

@@ -100,14 +100,15 @@ def parse_sampling(raw: Any, vocab_size: int) -> ParsedSampling:
         seed=body.seed if body.seed is not None else body.sampling_seed,
     )
     params = _normalized(params, vocab_size)
-    _check(params, vocab_size)
+    unlimited = body.max_new_tokens is None
+    _check(params, vocab_size, unlimited)
     n = 1 if body.n is None else body.n
     if n < 1:
         raise RequestError(f"sampling_params.n: expected at least 1, got {n}")
     text = {
         name: getattr(body, name) for name in TextOptions.__struct_fields__ if getattr(body, name) is not None
     }
-    return ParsedSampling(params=params, unlimited=body.max_new_tokens is None, n=n, text=TextOptions(**text))
+    return ParsedSampling(params=params, unlimited=unlimited, n=n, text=TextOptions(**text))
 
 
 _PLAIN = (
@@ -131,7 +132,7 @@ def _normalized(params: SamplingParams, vocab_size: int) -> SamplingParams:
     return params
 
 
-def _check(params: SamplingParams, vocab_size: int) -> None:
+def _check(params: SamplingParams, vocab_size: int, unlimited: bool) -> None:
     def require(holds: bool, name: str, expected: str) -> None:
         if not holds:
             raise RequestError(f"sampling_params.{name}: expected {expected}, got {getattr(params, name)!r}")
@@ -148,8 +149,9 @@ def _check(params: SamplingParams, vocab_size: int) -> None:
     require(-2 <= params.presence_penalty <= 2, "presence_penalty", "a number in [-2, 2]")
     require(0 < params.repetition_penalty <= 2, "repetition_penalty", "a number in (0, 2]")
     require(params.max_new_tokens >= 0, "max_new_tokens", "0 or more")
-    within = 0 <= params.min_new_tokens <= params.max_new_tokens
-    require(within, "min_new_tokens", f"a number in [0, max_new_tokens = {params.max_new_tokens}]")
+    require(params.min_new_tokens >= 0, "min_new_tokens", "0 or more")
+    within = unlimited or params.min_new_tokens <= params.max_new_tokens
+    require(within, "min_new_tokens", f"at most max_new_tokens, {params.max_new_tokens}")
     require(len(params.stop) <= _MAX_STOP_STRINGS, "stop", f"at most {_MAX_STOP_STRINGS} strings")
     known = all(0 <= token < vocab_size for token in params.stop_token_ids)
     require(known, "stop_token_ids", f"ids in [0, {vocab_size})")

@@ -60,9 +60,8 @@ class GrowingText:
         return self._text[: len(self._text) - self._held_back()]
 
     def _held_back(self) -> int:
-        for stop in self._stop:
-            if stop in self._text:
-                return len(self._text) - self._text.index(stop)
+        if found := [self._text.index(stop) for stop in self._stop if stop in self._text]:
+            return len(self._text) - min(found)
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(self._text)), 0, -1):
             if any(stop.startswith(self._text[-length:]) for stop in self._stop):

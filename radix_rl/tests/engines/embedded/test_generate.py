@@ -16,6 +16,7 @@ from radix_rl.errors import (
     EngineStateError,
     RequestError,
 )
+from radix_rl.types import FinishReason
 
 
 async def test_mixed_batch_equals_one_full_forward_per_request(
@@ -230,6 +231,22 @@ async def test_stop_token_ends_the_answer_and_stays_in_it(qwen3_moe, engine_of, 
     assert len(later.output_ids) >= 12
     assert stop not in later.output_ids[:11]
     assert ignored.output_ids == free.output_ids
+
+
+async def test_answer_whose_last_allowed_token_is_a_stop_token_is_not_cut_off(
+    qwen3_moe, engine_of, prompt, request_of
+):
+    """As SGLang has it: a finished sample must not look like a truncated one."""
+    ids = prompt(10, 5)
+    async with engine_of(qwen3_moe) as engine:
+        free = await engine.generate(request_of("a", ids, max_new_tokens=3, temperature=0.0))
+        stop = free.output_ids[-1]
+        length = free.output_ids.index(stop) + 1
+        stopped = await engine.generate(
+            request_of("b", ids, max_new_tokens=length, temperature=0.0, stop_token_ids=(stop,))
+        )
+    assert stopped.output_ids == free.output_ids[:length]
+    assert stopped.finish_reason == FinishReason(type="stop", matched=stop)
 
 
 async def test_stream_shows_a_growing_answer_and_ends_with_the_whole_one(

@@ -1,4 +1,8 @@
-"""When an answer ends. The order is SGLang's: length, then stop tokens, then stop strings."""
+"""When an answer ends. The order is SGLang's: stop strings, then stop tokens, then length.
+
+So an answer whose last allowed token ends it is finished, not cut off. `min_new_tokens` keeps stop tokens
+from being sampled, and does not keep stop strings from matching.
+"""
 
 from typing import Any
 
@@ -15,15 +19,14 @@ class FinishCheck:
         the answer.
         """
         params = sequence.request.sampling
-        count = len(sequence.output_ids)
-        if count >= params.max_new_tokens:
-            return FinishReason(type="length", length=params.max_new_tokens)
-        if token in sequence.stop_token_ids and count >= params.min_new_tokens:
-            return FinishReason(type="stop", matched=token)
-        if params.stop and count >= params.min_new_tokens:
+        if params.stop:
             matched = self._matched_stop_string(sequence)
             if matched is not None:
                 return FinishReason(type="stop", matched=matched)
+        if token in sequence.stop_token_ids:
+            return FinishReason(type="stop", matched=token)
+        if len(sequence.output_ids) >= params.max_new_tokens:
+            return FinishReason(type="length", length=params.max_new_tokens)
         return None
 
     def _matched_stop_string(self, sequence: Sequence) -> str | None:
