@@ -16,6 +16,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from radix_rl.errors import EngineDeadError
 from radix_rl.server.errors import error_body, error_response, is_expected, sse, status_of
 from radix_rl.server.generate_body import Item
 from radix_rl.server.handover import Handover
@@ -112,6 +113,9 @@ class Exchange(Response):
             if not is_expected(error):
                 logger.exception("request %s failed", self._items[0].request.request_id)
             await self._send_error(error, scope, receive)
+        except asyncio.CancelledError:
+            metrics.requests.labels("failed").inc()
+            await self._break_off(scope, receive)
         finally:
             metrics.running.dec(len(self._items))
             metrics.seconds.observe(time.perf_counter() - self._start_s)
@@ -219,6 +223,19 @@ class Exchange(Response):
         await self._send({"type": "http.response.body", "body": data, "more_body": more_body})
         for output in outputs:
             self._handover.delivered(output)
+
+    async def _break_off(self, scope: Scope, receive: Receive) -> None:
+        """The server stops and waits no longer. A stream that has begun says so; else the connection ends
+        without an answer, as that of a server that died: gateways and clients then ask another one."""
+        if self._stream and self._started:
+            error = EngineDeadError("the server stopped before this answer was complete")
+            await self._send_error(error, scope, receive)
+        elif self._transport is not None:
+            self._transport.close()
+            # Until the server knows, it would take a return without an answer for a mistake and send a 500.
+            await self._gone
+        else:
+            raise asyncio.CancelledError
 
     async def _send_error(self, error: Exception, scope: Scope, receive: Receive) -> None:
         if not self._started:

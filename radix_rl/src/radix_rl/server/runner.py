@@ -101,7 +101,9 @@ class HttpServer(uvicorn.Server):
         """
         tasks = set(self.server_state.tasks)
         for task in tasks:
-            task.cancel()
+            # Once: a second time would break off the clean-up.
+            if not task.cancelling():
+                task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_CANCEL_WAIT_S)
 
