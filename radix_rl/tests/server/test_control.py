@@ -207,6 +207,27 @@ def test_a_checkpoint_from_disk_becomes_a_version(server, tmp_path):
         assert torch.equal(received[name], tensor)
 
 
+def test_a_kept_pause_is_that_of_an_update_that_was_made(server, tmp_path, monkeypatch):
+    config = Qwen3Config(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+
+    async def refuse(bucket):
+        raise WeightUpdateError("a tensor that does not fit")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "update_weights", refuse)
+        response = _post(server, "/update_weights_from_disk", model_path=str(tmp_path), keep_pause=True)
+    assert response.status_code == 400
+    assert server.engine.unpaused.is_set()
+
+    response = _post(server, "/update_weights_from_disk", model_path=str(tmp_path), keep_pause=True)
+    assert response.status_code == 200
+    assert not server.engine.unpaused.is_set()
+
+
 def test_a_checkpoint_that_lacks_weights_is_refused(server, tmp_path):
     config = Qwen3Config(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,

@@ -136,7 +136,7 @@ class WeightUpdate:
 
 @contextlib.asynccontextmanager
 async def _paused(engine: Engine, *, abort: bool, keep: bool) -> AsyncIterator[None]:
-    """A pause that was there before stays."""
+    """A pause that was there before stays; one of our own does not outlive a failure."""
     try:
         await engine.pause("abort" if abort else "retract")
     except EngineStateError:
@@ -146,6 +146,8 @@ async def _paused(engine: Engine, *, abort: bool, keep: bool) -> AsyncIterator[N
         return
     try:
         yield
-    finally:
-        if not keep:
-            await engine.resume()
+    except BaseException:
+        await engine.resume()
+        raise
+    if not keep:
+        await engine.resume()
