@@ -39,6 +39,10 @@ def model_path(tmp_path):
         (["--kv-cache-tokens", "1"], "--kv-cache-tokens"),
         (["--chat-template", "/nonexistent/template"], "--chat-template: cannot read"),
         (["--gguf-file", "absent.gguf"], "has no absent.gguf"),
+        (["--drain-seconds", "nan"], "--drain-seconds: expected 0 or more, got nan"),
+        (["--drain-seconds", "-1"], "--drain-seconds"),
+        (["--api-key", ""], "--api-key or RADIX_RL_API_KEY: expected a key, got an empty one"),
+        (["--api-key", "k", "--admin-api-key", ""], "--admin-api-key or RADIX_RL_ADMIN_API_KEY"),
     ],
 )
 def test_a_wrong_setting_names_its_flag(run, model_path, options, message):
@@ -46,6 +50,12 @@ def test_a_wrong_setting_names_its_flag(run, model_path, options, message):
 
     assert isinstance(error, ConfigurationError)
     assert message in str(error)
+
+
+@pytest.mark.parametrize("variable", ["RADIX_RL_API_KEY", "RADIX_RL_ADMIN_API_KEY"])
+def test_a_key_from_an_empty_variable_does_not_open_the_server(run, model_path, monkeypatch, variable):
+    monkeypatch.setenv(variable, "")
+    assert f"{variable}: expected a key, got an empty one" in str(run(model_path, "--device", "cpu"))
 
 
 def test_a_path_that_is_no_model_says_why(run, tmp_path):

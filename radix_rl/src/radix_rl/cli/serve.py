@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import math
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -149,10 +151,24 @@ def serve(
         seed=random_seed,
         num_threads=num_threads,
     )
+    _check_keys({"api_key": api_key, "admin_api_key": admin_api_key})
+    if not 0 <= drain_seconds < math.inf:
+        raise ConfigurationError(f"--drain-seconds: expected 0 or more, got {drain_seconds!r}")
     settings = _settings(
         config, served_model_name or model, api_key, admin_api_key, weight_update_timeout_seconds
     )
     asyncio.run(_serve(config, settings, host, port, _chat_template(chat_template), drain_seconds))
+
+
+def _check_keys(keys: dict[str, str | None]) -> None:
+    """An empty one, such as of a secret that is not set, would leave the server open."""
+    for name, key in keys.items():
+        variable = f"RADIX_RL_{name.upper()}"
+        if key == "" or (key is None and os.environ.get(variable) == ""):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigurationError(
+                f"{flag} or {variable}: expected a key, got an empty one; unset it to serve without a key"
+            )
 
 
 async def _serve(

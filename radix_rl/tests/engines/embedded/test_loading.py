@@ -32,6 +32,10 @@ async def test_folder_without_a_tokenizer_loads(qwen3_moe, settings, tmp_path, p
     [
         ({}, "either model_path or a model object"),
         ({"context_length": 5000}, "at most the model's own 512"),
+        (
+            {"enable_return_indexer_topk": True},
+            "enable_return_indexer_topk: Qwen3MoeForCausalLM's .* no index_topk",
+        ),
     ],
 )
 async def test_contradictory_settings_are_refused(qwen3_moe, settings, changes, message):

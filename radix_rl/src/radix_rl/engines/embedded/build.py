@@ -56,7 +56,13 @@ def build_core(
             )
         runner.capture_routed_experts(experts, top_k)
     if config.enable_return_indexer_topk:
-        runner.capture_indexer_topk(int(loaded.text_config.index_topk))
+        index_topk = _first(loaded.text_config, ("index_topk",))
+        if index_topk is None:
+            raise ConfigurationError(
+                f"enable_return_indexer_topk: {type(loaded.model).__name__}'s configuration has no "
+                "index_topk; only models with sparse attention (DeepSeek-V3.2, GLM-MoE-DSA) have an indexer"
+            )
+        runner.capture_indexer_topk(int(index_topk))
     return EngineCore(
         runner,
         products=_products(config, loaded.model),
