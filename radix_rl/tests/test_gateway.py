@@ -65,6 +65,9 @@ class Backend:
         self.delay_s = 0.0
         self.healthy = True
         self.dies = False
+        self.free = threading.Event()
+        """While it is not set, generations wait."""
+        self.free.set()
         self.seen: list[bytes] = []
         outer = self
 
@@ -78,6 +81,7 @@ class Backend:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 outer.seen.append(body)
                 time.sleep(outer.delay_s)
+                outer.free.wait(60)
                 if outer.dies:
                     # As a killed process: the connection ends without an answer.
                     self.connection.shutdown(socket.SHUT_RDWR)
@@ -215,15 +219,20 @@ def test_request_of_a_server_that_turns_unhealthy_goes_on(
 ) -> None:
     """SGLang's /health fails while it is paused, and its requests wait for it."""
     gateway = start_gateway()
-    for backend in backends:
-        backend.delay_s = 4.0
     with ThreadPoolExecutor() as pool:
-        running = pool.submit(httpx.post, f"{gateway.url}/generate", content=b"{}", timeout=20)
-        wait_for(lambda: any(backend.seen for backend in backends))
         for backend in backends:
-            backend.healthy = False
-        wait_for(lambda: not any(gateway.is_up(backend.url) for backend in backends))
-        assert not running.done()
+            backend.free.clear()
+        running = pool.submit(httpx.post, f"{gateway.url}/generate", content=b"{}", timeout=60)
+        try:
+            wait_for(lambda: any(backend.seen for backend in backends))
+            for backend in backends:
+                backend.healthy = False
+            wait_for(lambda: not any(gateway.is_up(backend.url) for backend in backends), timeout_s=30)
+            time.sleep(0.2)
+            assert not running.done()
+        finally:
+            for backend in backends:
+                backend.free.set()
         assert running.result().status_code == 200
 
 
@@ -241,7 +250,7 @@ def test_while_no_server_is_healthy_requests_go_to_any(
     before = {session: names(session) for session in ("one", "two", "three", "four")}
     for backend in backends:
         backend.healthy = False
-    wait_for(lambda: not any(gateway.is_up(backend.url) for backend in backends))
+    wait_for(lambda: not any(gateway.is_up(backend.url) for backend in backends), timeout_s=30)
     assert {session: names(session) for session in before} == before
     gateway.drain(backends[0].url)
     assert {httpx.post(f"{gateway.url}/generate", content=b"{}").json()["server"] for _ in range(4)} == {"b"}
@@ -297,7 +306,7 @@ def test_server_killed_under_load_costs_no_answer(
             try:
                 time.sleep(0.5)
                 process.kill()
-                wait_for(lambda: not gateway.is_up(killed))
+                wait_for(lambda: not gateway.is_up(killed), timeout_s=30)
                 time.sleep(0.5)
             finally:
                 over.set()
