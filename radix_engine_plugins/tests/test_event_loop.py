@@ -16,8 +16,8 @@ from radix_engine_plugins.writer import OutputStoreWriter
 from radix_transfer_plugins import OutputStore, create_backend
 
 BOUND_S = 0.002
-TOKENS, LAYERS, TOP_K = 8192, 48, 8
-"""12.6 MB of int32; to encode them takes more than the bound."""
+TOKENS, LAYERS, TOP_K = 65536, 48, 8
+"""101 MB of int32; to encode them takes several times the bound on any machine."""
 
 
 class MeasuredLoop(asyncio.SelectorEventLoop):

@@ -100,6 +100,8 @@ class Backend:
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        # HAProxy ends its health checks by a reset, which the server would print.
+        self._server.handle_error = lambda *_: None
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
