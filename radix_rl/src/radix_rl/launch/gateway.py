@@ -198,12 +198,6 @@ class Gateway:
         self.admin_socket = Path(self._folder.name) / "admin.sock"
         self.config_path = Path(self._folder.name) / "haproxy.cfg"
         self.config_path.write_text(render(settings, self.admin_socket))
-        checked = subprocess.run(
-            [executable, "-c", "-q", "-f", self.config_path], capture_output=True, text=True
-        )
-        if checked.returncode != 0:
-            self._folder.cleanup()
-            raise ConfigurationError(f"gateway: haproxy refused its configuration:\n{checked.stderr.strip()}")
         errors = Path(self._folder.name) / "errors.txt"
         # In a session of its own: an interrupt at the terminal would end it before its requests.
         with errors.open("w") as stream:
