@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radix_rl.errors import ConfigurationError, RequestError, WeightUpdateError
+from radix_rl.openmp_pool import torch_in_thread
 from radix_rl.server.body import read_body
 from radix_rl.server.errors import json_response
 from radix_rl.server.state import ServerState, state_of
@@ -68,7 +69,7 @@ async def update_weights_from_tensor(request: Request) -> Response:
         number = state.update.number
         data = await _body_in_time(request, state)
         try:
-            bucket = await asyncio.to_thread(decode_bucket, data)
+            bucket = await torch_in_thread(decode_bucket, data)
         except ValueError as error:
             raise RequestError(str(error)) from error
         await state.update.add(bucket, number)
@@ -98,7 +99,7 @@ async def _from_json(request: Request, state: ServerState) -> Response:
     async with state.update.receiving:
         number = state.update.number
         try:
-            bucket = await asyncio.to_thread(decode_named_tensors, text, body.load_format)
+            bucket = await torch_in_thread(decode_named_tensors, text, body.load_format)
         except ValueError as error:
             raise RequestError(str(error)) from error
         return await _take(state, bucket, body, number)
@@ -204,9 +205,9 @@ async def update_weights_from_disk(request: Request) -> Response:
     async with update.receiving:
         if (number := update.number) is not None:
             update.name(body.weight_version)
-            await _add_all(state, await asyncio.to_thread(_read_checkpoint, body.model_path), number)
+            await _add_all(state, await torch_in_thread(_read_checkpoint, body.model_path), number)
             return _success(f"tensors of {body.model_path} received", num_paused_requests=0)
-        buckets = await asyncio.to_thread(_read_checkpoint, body.model_path)
+        buckets = await torch_in_thread(_read_checkpoint, body.model_path)
         version = body.weight_version or body.model_path
         async with update.at_once(
             version, abort_requests=body.abort_all_requests, keep_pause=body.keep_pause
@@ -230,7 +231,7 @@ async def update_weight_version(request: Request) -> Response:
 
 
 async def _add_all(state: ServerState, buckets: Iterator[WeightBucket], number: int) -> None:
-    while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
+    while (bucket := await torch_in_thread(next, buckets, None)) is not None:
         await state.update.add(bucket, number)
 
 

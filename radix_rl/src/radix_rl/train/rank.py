@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from radix_rl.config import RunConfig
+from radix_rl.openmp_pool import pool_ended_after
 from radix_rl.train.assemble import assemble_replay
 from radix_rl.train.batch import TrainSample, make_train_sample
 from radix_rl.train.checkpoint import RunState, restore_worker, save_checkpoint
@@ -45,6 +46,7 @@ class RankTrainer:
         if checkpoint is not None:
             restore_worker(checkpoint, worker)
 
+    @pool_ended_after()
     def step(
         self, minibatches: Sequence[Sequence[SampleTask]], *, measure_without_replay: bool = False
     ) -> dict[str, float]:
@@ -60,6 +62,7 @@ class RankTrainer:
         for name, tensor in named_weights(self.worker.model):
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
+    @pool_ended_after()
     def save(self, state: RunState) -> Path:
         config = self._config
         return save_checkpoint(
@@ -105,6 +108,7 @@ class RankTrainer:
         )
 
 
+@pool_ended_after()
 def build_rank(
     config: RunConfig,
     store: OutputStore | None,

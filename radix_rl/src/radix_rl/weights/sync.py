@@ -9,6 +9,7 @@ import torch
 
 from radix_rl.engines.base import Engine
 from radix_rl.errors import ConfigurationError, WeightUpdateError
+from radix_rl.openmp_pool import pool_ended_after
 from radix_rl.weights.bucket import WeightBucket, pack_buckets
 from radix_rl.weights.fleet import on_all, outcomes
 from radix_rl.weights.transports.base import WeightTransport
@@ -82,7 +83,8 @@ class WeightSynchronizer:
             await on_all(self._engines, lambda engine: engine.begin_weight_update(version))
             if self._rename is not None:
                 named_tensors = self._rename(named_tensors)
-            metrics = await self._send(pack_buckets(named_tensors, self._bucket_bytes))
+            with pool_ended_after():
+                metrics = await self._send(pack_buckets(named_tensors, self._bucket_bytes))
             await self._transport.finish(self._engines, version)
         except BaseException:
             # Shielded: a cancelled trainer must not leave an engine inside an update.

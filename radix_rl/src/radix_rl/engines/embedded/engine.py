@@ -22,6 +22,7 @@ from radix_rl.engines.embedded.uniform import row_keys
 from radix_rl.engines.embedded.validation import RequestLimits
 from radix_rl.engines.embedded.worker import Worker
 from radix_rl.errors import ConfigurationError, EngineDeadError, EngineStateError
+from radix_rl.openmp_pool import end_pool
 from radix_rl.types import GenerateOutput, GenerateRequest, PartialOutput, VersionSpan
 from radix_rl.weights.bucket import WeightBucket
 
@@ -77,6 +78,8 @@ class EmbeddedEngine(Engine):
         self._worker = Worker(
             lambda: build_core(self.config, model, self.tokenizer), self.config.num_threads, self._outbox
         )
+        # The caller may have built the model.
+        end_pool()
         self._worker.start()
         try:
             core = await asyncio.wrap_future(self._worker.ready)

@@ -14,6 +14,7 @@ import torch
 from radix_rl.engines.embedded.core import EngineCore
 from radix_rl.engines.embedded.outbox import Outbox
 from radix_rl.errors import EngineDeadError
+from radix_rl.openmp_pool import end_pool
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,8 @@ class Worker:
     def _serve_calls(self, core: EngineCore) -> bool:
         """Run every queued call; wait for one while there is nothing to step. False: the worker is to end."""
         while True:
+            if not core.can_step:
+                end_pool()
             try:
                 item = self._calls.get(block=not core.can_step)
             except queue.Empty:

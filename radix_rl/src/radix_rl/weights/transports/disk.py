@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from radix_rl.engines.base import Engine, WeightNames
 from radix_rl.engines.remote import RemoteEngine
 from radix_rl.errors import ConfigurationError, WeightUpdateError
+from radix_rl.openmp_pool import torch_in_thread
 from radix_rl.weights.bucket import WeightBucket
 from radix_rl.weights.fleet import on_all
 from radix_rl.weights.transports.base import WeightTransport
@@ -44,7 +45,7 @@ class DiskTransport(WeightTransport):
         await asyncio.to_thread(self._start)
 
     async def send(self, engines: Sequence[Engine], bucket: WeightBucket) -> int:
-        await asyncio.to_thread(self._write, bucket)
+        await torch_in_thread(self._write, bucket)
         return bucket.buffer.numel()
 
     async def finish(self, engines: Sequence[Engine], version: str) -> None:
