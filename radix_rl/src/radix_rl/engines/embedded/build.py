@@ -12,6 +12,7 @@ from radix_rl.engines.embedded.core import EngineCore
 from radix_rl.engines.embedded.float32_products import Float32Products, cpu_lacks_bfloat16
 from radix_rl.engines.embedded.kv_slots import STRIDE_MULTIPLE
 from radix_rl.engines.embedded.model_loader import load_model
+from radix_rl.engines.embedded.module_overheads import cut_overheads
 from radix_rl.engines.embedded.runner import ModelRunner
 from radix_rl.errors import ConfigurationError
 from radix_transfer_plugins import OutputStore, create_backend
@@ -63,9 +64,11 @@ def build_core(
                 "index_topk; only models with sparse attention (DeepSeek-V3.2, GLM-MoE-DSA) have an indexer"
             )
         runner.capture_indexer_topk(int(index_topk))
+    products = _products(config, loaded.model)
+    cut_overheads(loaded.model)
     return EngineCore(
         runner,
-        products=_products(config, loaded.model),
+        products=products,
         max_running_requests=config.max_running_requests,
         chunked_prefill_tokens=config.chunked_prefill_tokens,
         weight_version=config.weight_version,

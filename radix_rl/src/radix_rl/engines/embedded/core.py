@@ -297,7 +297,9 @@ class EngineCore:
         num_decoding = self.slots.num_decoding - first_slot
         self.prefilled_tokens += sum(lengths[num_decoding:])
         # Only the last can be unfinished: others would not have left room for it.
-        done = [row for row, sequence in enumerate(sequences) if sequence.computed == sequence.num_tokens]
+        done = list(range(len(sequences)))
+        if sequences[-1].computed < sequences[-1].num_tokens:
+            done.pop()
         # Prompts may end unsampled, so that no log-probability tells. Some models give tokens minus infinity.
         if num_decoding < len(sequences) and not bool((logits[num_decoding:] < math.inf).all()):
             self._guard_from_non_finite()

@@ -4,6 +4,7 @@ Computes what transformers' "grouped_mm" does, product for product, with a third
 expert parallelism.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,23 @@ def use_sorted_experts(model: PreTrainedModel) -> None:
     if uses_grouped_products(model):
         ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, sorted_experts_forward)
         model.set_experts_implementation(EXPERTS_NAME)
+        for module in stacked_experts(model):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = by_input(parameter.data, is_transposed=module.is_transposed)
+
+
+def stacked_experts(model: torch.nn.Module) -> list[Any]:
+    """The modules under transformers' `use_experts_implementation`."""
+    return [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")]
+
+
+def by_input(weights: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
+    """The same tensor, laid out so that all weights of one input lie together, if it holds the matrices of
+    float32 experts: torch multiplies a few rows by such in up to 40 percent less time than by others.
+    """
+    if weights.dim() != 3 or weights.dtype != torch.float32:
+        return weights
+    return weights.contiguous() if is_transposed else weights.mT.contiguous().mT
 
 
 def uses_grouped_products(model: PreTrainedModel) -> bool:
@@ -35,7 +53,7 @@ def sorted_experts_forward(
     `[tokens, hidden]`. `self` is a module under transformers' `use_experts_implementation`.
     """
     expert_ids, order = top_k_index.reshape(-1).sort()
-    experts = torch.arange(self.num_experts, device=order.device)
+    experts = _expert_numbers(self.num_experts, order.device)
     ends = torch.searchsorted(expert_ids, experts, right=True, out_int32=True)
     bias_ids = expert_ids if self.has_bias else None
     rows = hidden_states.index_select(0, order.div(top_k_index.shape[1], rounding_mode="trunc"))
@@ -45,6 +63,11 @@ def sorted_experts_forward(
     outputs = torch.empty_like(rows).index_copy_(0, order, rows).view(*top_k_index.shape, rows.shape[-1])
     outputs = (outputs * top_k_weights.unsqueeze(-1)).sum(dim=1)
     return outputs if outputs.dtype == hidden_states.dtype else outputs.to(hidden_states.dtype)
+
+
+@cache
+def _expert_numbers(num_experts: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(num_experts, device=device)
 
 
 def _products(

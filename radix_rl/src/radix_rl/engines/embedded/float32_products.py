@@ -12,7 +12,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from radix_rl.engines.embedded.experts import sorted_experts_forward, uses_grouped_products
+from radix_rl.engines.embedded.experts import (
+    by_input,
+    sorted_experts_forward,
+    stacked_experts,
+    uses_grouped_products,
+)
 
 EXPERTS_NAME = "radix_float32_products"
 _ATTRIBUTE = "_radix_float32_experts"
@@ -29,8 +34,7 @@ class Float32Products:
         linears = [m for m in model.modules() if type(m) is torch.nn.Linear]
         # Layers that the model keeps in float32 need no help.
         self._linears = {m: _Float32Linear(m) for m in linears if m.weight.dtype == torch.bfloat16}
-        grouped = model.modules() if uses_grouped_products(model) else ()
-        self._experts = [m for m in grouped if hasattr(m, "is_transposed") and hasattr(m, "has_gate")]
+        self._experts = stacked_experts(model) if uses_grouped_products(model) else []
         for linear, product in self._linears.items():
             linear.forward = product
         if self._experts:
@@ -73,10 +77,11 @@ class _Float32Linear:
 class _Float32Experts:
     """An experts module as `sorted_experts_forward` sees it, with float32 weights."""
 
-    def __init__(self, experts: torch.nn.Module) -> None:
+    def __init__(self, experts: Any) -> None:
         self._experts = experts
         for name, parameter in experts.named_parameters(recurse=False):
-            setattr(self, name, parameter.detach().float())
+            copy = by_input(parameter.detach().float(), is_transposed=experts.is_transposed)
+            setattr(self, name, copy)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._experts, name)

@@ -12,7 +12,6 @@ from radix_rl.engines.embedded.attention import ATTENTION_NAME, register_attenti
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
 from radix_rl.engines.embedded.experts import use_sorted_experts
 from radix_rl.engines.embedded.kv_slots import STRIDE_MULTIPLE
-from radix_rl.engines.embedded.module_overheads import cut_overheads
 from radix_rl.errors import ConfigurationError
 from radix_rl.model_layers import decoder_layers
 
@@ -54,7 +53,6 @@ def load_model(
         model.set_experts_implementation(config.experts_implementation)
     elif model.device.type == "cpu":
         use_sorted_experts(model)
-    cut_overheads(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

@@ -1,89 +1,54 @@
 """Less time around a model's arithmetic, in steps whose few tokens leave little arithmetic to do."""
 
-import inspect
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""RMS norm of hidden states `[..., width]` by a weight `[width]` and an epsilon."""
+from radix_rl.engines.embedded.short_norms import use_short_norms
+from radix_rl.engines.embedded.short_rotary import use_short_rotary
 
 
 def cut_overheads(model: PreTrainedModel) -> None:
-    """Changes no bit of what the model computes. From here on submodules are exchanged by assignment only,
-    not through `_modules`.
+    """Changes no bit of what the model computes. The last thing done to a model, since its modules change
+    their types. From here on submodules are exchanged by assignment only, not through `_modules`, and
+    parameters by assignment to their `data`.
     """
-    _use_short_norms(model)
+    use_short_norms(model)
+    use_short_rotary(model)
     for module in model.modules():
-        if not isinstance(module, torch.nn.ModuleList):
-            # Python looks here first; torch's own look-up is a function that runs only when that fails.
-            module.__dict__.update(module._modules)
-
-
-def _use_short_norms(model: PreTrainedModel) -> None:
-    """RMS norms in fewer operations, where these are seen to give what the model's module gives."""
-    found: dict[tuple[Any, ...], Norm | None] = {}
-    for module in model.modules():
-        eps = getattr(module, "variance_epsilon", None)
-        if not isinstance(eps, float) or not _is_plain(module):
+        if isinstance(module, torch.nn.ModuleList):
+            if type(module) is torch.nn.ModuleList:
+                module.__class__ = _PlainSlices
             continue
-        weight: torch.Tensor = module.weight  # type: ignore[assignment]
-        kind = (type(module), eps, weight.shape, weight.dtype)
-        if kind not in found:
-            norms = [_torch_norm]
-            width = weight.shape[0]
-            # Else a sum times 1 / width may differ from the mean by a bit, and rarely enough to be missed.
-            if weight.device.type == "cpu" and width & (width - 1) == 0:
-                norms.insert(0, _norm_of_few_operations)
-            found[kind] = next((norm for norm in norms if _same(module, norm, eps)), None)
-        norm = found[kind]
-        if norm is not None:
-            module.forward = partial(_rms_norm, module, norm, eps, weight.dtype)
+        # Python looks here first; torch's own look-up is a function that runs only when that fails.
+        module.__dict__.update(module._modules)
+        module.__dict__.update(module._parameters)
+        if module is not model:
+            module.__class__ = _called_directly(type(module))
 
 
-def _is_plain(module: torch.nn.Module) -> bool:
-    """One weight, one argument, and no forward function of this module's own."""
-    names = [name for name, _ in module.named_parameters()]
-    arguments = inspect.signature(type(module).forward).parameters
-    return names == ["weight"] and len(arguments) == 2 and "forward" not in vars(module)
+class _PlainSlices(torch.nn.ModuleList):
+    """Transformers goes through `layers[:n]` in every step, for which torch makes a new module of them."""
 
-
-def _rms_norm(
-    module: torch.nn.Module, norm: Norm, eps: float, seen: torch.dtype, hidden_states: torch.Tensor
-) -> torch.Tensor:
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    if torch.is_grad_enabled() or not hidden_states.dtype == weight.dtype == seen:
-        return type(module).forward(module, hidden_states)
-    return norm(hidden_states, weight, eps)
-
-
-def _torch_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(hidden_states, weight.shape, weight, eps)
-
-
-def _norm_of_few_operations(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Of a width that is a power of two; torch's function takes more, on a CPU."""
-    squares = torch.mul(hidden_states, hidden_states).sum(-1, keepdim=True)
-    scales = torch.add(_cpu_scalar(eps, weight.dtype), squares, alpha=1 / weight.shape[0]).rsqrt_()
-    return torch.mul(hidden_states, scales).mul_(weight)
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index] if isinstance(index, slice) else super().__getitem__(index)
 
 
 @cache
-def _cpu_scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(value, dtype=dtype, device="cpu")
+def _called_directly(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The same class, of which a call without gradients begins with `forward` where the module has no hooks.
+    torch's way there, and transformers' for layers that may be checkpointed, costs a small model's step three
+    percent.
+    """
+    if hasattr(kind, "is_called_directly"):
+        return kind
 
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._forward_pre_hooks or self._forward_hooks or torch.is_grad_enabled():
+            return kind.__call__(self, *args, **kwargs)
+        return self.forward(*args, **kwargs)
 
-@torch.inference_mode()
-def _same(module: torch.nn.Module, norm: Norm, eps: float) -> bool:
-    """On random weights: the module's own may be all 1, as they start."""
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    generator = torch.Generator().manual_seed(0)
-    other = torch.randn(weight.shape, generator=generator).to(weight)
-    # From values that drown in eps to large ones.
-    scales = torch.logspace(-5, 3, 16)[:, None, None]
-    probe = (torch.randn(16, 4, *weight.shape, generator=generator) * scales).to(weight)
-    own = torch.func.functional_call(module, {"weight": other}, probe)
-    return torch.equal(own, norm(probe, other, eps))
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {"__call__": call, "is_called_directly": True, **names})

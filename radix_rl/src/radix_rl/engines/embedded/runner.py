@@ -15,7 +15,7 @@ from radix_rl.engines.embedded.kv_slots import SlotCache, tensor_bytes_per_token
 from radix_rl.engines.embedded.model_loader import LoadedModel, counts_positions_in_cache
 from radix_rl.engines.embedded.routers.registry import find_routers
 from radix_rl.engines.embedded.segments import CPU_WORTH_A_CUT_BYTES, cut_segments
-from radix_rl.engines.embedded.sequence import Sequence
+from radix_rl.engines.embedded.sequence import Sequence, SequenceState
 from radix_rl.engines.embedded.step import ForwardStep, Segment, running_step
 from radix_rl.engines.embedded.step_cache import ProbeCache, StepCache, allocate_layers
 from radix_rl.errors import ConfigurationError
@@ -161,8 +161,8 @@ class ModelRunner:
         positions: list[int] = []
         for sequence, length in zip(sequences, lengths, strict=True):
             start = sequence.computed
-            if start + 1 == sequence.num_tokens:
-                tokens.append(sequence.last_token)
+            if sequence.state is SequenceState.DECODE:
+                tokens.append(sequence.output_ids[-1])
                 positions.append(start)
             else:
                 tokens += sequence.token_range(start, start + length)

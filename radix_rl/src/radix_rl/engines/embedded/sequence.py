@@ -92,10 +92,6 @@ class Sequence:
             return list(prompt[start:end])
         return [*prompt[start:], *self.output_ids[max(start - len(prompt), 0) : end - len(prompt)]]
 
-    @property
-    def last_token(self) -> int:
-        return self.output_ids[-1] if self.output_ids else self.request.input_ids[-1]
-
     def close_span(self, version: str) -> None:
         """Output tokens since the last closed span were sampled under `version`."""
         start = self.version_spans[-1].end if self.version_spans else 0

@@ -77,11 +77,11 @@ class ForwardStep:
         """View `[slots, heads, key_length, width]` of the segment's slots, or of all if there are several
         segments.
         """
-        slots = tensor.slots
-        if len(self.segments) == 1:
-            (segment,) = self.segments
-            slots = slots[segment.first_slot : segment.first_slot + segment.num_slots]
-        return slots[:, :, : self.key_length]
+        if len(self.segments) > 1:
+            return tensor.slots[:, :, : self.key_length]
+        (segment,) = self.segments
+        first = segment.first_slot
+        return tensor.slots[first : first + segment.num_slots, :, : self.key_length]
 
     def segment_masks(self, mask: torch.Tensor) -> list[torch.Tensor]:
         """`[1, 1, T, key_length]` -> of each segment `[num_slots, 1, columns, its key_length]`."""

@@ -6,10 +6,24 @@ nothing to protect, so tensors go straight into place there. Floating-point tens
 dtype, whatever they were sent in.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from radix_rl.errors import EngineStateError, WeightUpdateError
 from radix_rl.weights.bucket import WeightBucket
+
+
+class _Layout(NamedTuple):
+    """What a parameter's memory looks like, to make more like it."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 class WeightUpdater:
@@ -21,7 +35,9 @@ class WeightUpdater:
         """Version in force; None: there are no weights to generate with."""
         self.awake = True
         """False while the parameters' memory is given back."""
-        self._shapes = {name: (p.shape, p.dtype, p.device) for name, p in model.named_parameters()}
+        self._layouts = {
+            name: _Layout(p.shape, p.stride(), p.dtype, p.device) for name, p in model.named_parameters()
+        }
         self._owner: dict[str, str] = {}
         """Every parameter name, tied ones too -> the name that owns the tensor."""
         by_id = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -78,7 +94,7 @@ class WeightUpdater:
         if owner is None and name not in self._buffers:
             return f"{name!r} is no weight of the model"
         if owner is not None:
-            shape, dtype, device = self._shapes[owner]
+            shape, _, dtype, device = self._layouts[owner]
         else:
             shape, dtype, device = (
                 self._buffers[name].shape,
@@ -103,8 +119,7 @@ class WeightUpdater:
         if owner is None:
             self._staged[name] = tensor.to(self._buffers[name].device, self._buffers[name].dtype, copy=True)
         elif owner not in self._staged:
-            _, dtype, device = self._shapes[owner]
-            staged = tensor.to(device, dtype, copy=True)
+            staged = self._layouts[owner].empty().copy_(tensor)
             if self.version is None:
                 self._model.get_parameter(owner).data = staged
             self._staged[owner] = staged
@@ -117,7 +132,7 @@ class WeightUpdater:
             raise EngineStateError(
                 "commit_weight_update needs an open update; call begin_weight_update first"
             )
-        missing = sorted(set(self._shapes) - set(self._staged))
+        missing = sorted(set(self._layouts) - set(self._staged))
         if version and self._pending in (version, "") and not missing:
             return
         pending = self._pending
@@ -159,8 +174,8 @@ class WeightUpdater:
         """Take the memory again. Its contents mean nothing until the next commit."""
         if self.awake:
             return
-        for name, (shape, dtype, device) in self._shapes.items():
-            self._model.get_parameter(name).data = torch.zeros(shape, dtype=dtype, device=device)
+        for name, layout in self._layouts.items():
+            self._model.get_parameter(name).data = layout.empty().zero_()
         self.awake = True
 
 
