@@ -12,7 +12,7 @@ import transformers as tf
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from radix_rl.engines.embedded.build import build_core
-from radix_rl.engines.embedded.experts import EXPERTS_NAME, use_sorted_experts, uses_grouped_products
+from radix_rl.engines.embedded.experts import grouped_experts, sorted_experts_forward, use_sorted_experts
 from radix_rl.engines.embedded.module_overheads import cut_overheads
 from radix_rl.engines.embedded.routers import registry
 from radix_rl.engines.embedded.routers.base import RouterAdapter
@@ -177,9 +177,9 @@ def test_what_the_engine_computes_in_its_own_way_has_the_bits_of_transformers(na
     own = family(name).to(dtype)
     use_sorted_experts(own)
     theirs = copy.deepcopy(own)
-    if uses_grouped_products(theirs):
+    for experts in grouped_experts(theirs):
         # The layout of its weights stays: by another one, products of a row or two round otherwise.
-        theirs.set_experts_implementation("grouped_mm")
+        del experts.forward
     cut_overheads(own)
     ids = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(0))
     assert torch.equal(own(input_ids=ids).logits, theirs(input_ids=ids).logits)
@@ -220,13 +220,18 @@ def test_a_norm_that_was_patched_or_sees_other_dtypes_keeps_its_own_function():
 async def test_a_model_that_came_with_another_experts_implementation_keeps_it(
     products, family, engine_of, prompt, request_of
 ):
+    def sorts(engine):
+        experts = engine._core_now().runner.model.model.layers[0].mlp.experts
+        captured = experts.forward.args[0]
+        return getattr(captured, "func", None) is sorted_experts_forward
+
     model = family("Mixtral")
     model.set_experts_implementation("eager")
     async with engine_of(model, dtype="bfloat16", bfloat16_products=products) as engine:
-        assert engine._core_now().runner.model.config._experts_implementation == "eager"
+        assert not sorts(engine)
         assert (await engine.generate(request_of("a", prompt(4, 1), max_new_tokens=2))).output_ids
     async with engine_of(family("Mixtral")) as engine:
-        assert engine._core_now().runner.model.config._experts_implementation == EXPERTS_NAME
+        assert sorts(engine)
 
 
 async def test_dense_model_with_capture_is_refused(engine_of):

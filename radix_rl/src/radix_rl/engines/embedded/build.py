@@ -37,6 +37,8 @@ def build_core(
 ) -> EngineCore:
     """Load the model and allocate everything. Raises ConfigurationError."""
     loaded = load_model(config, model, tokenizer)
+    # Before what looks at the calls of these modules.
+    products = _products(config, loaded.model)
     runner = ModelRunner(
         loaded,
         kv_cache_tokens=config.kv_cache_tokens,
@@ -64,7 +66,6 @@ def build_core(
                 "index_topk; only models with sparse attention (DeepSeek-V3.2, GLM-MoE-DSA) have an indexer"
             )
         runner.capture_indexer_topk(int(index_topk))
-    products = _products(config, loaded.model)
     cut_overheads(loaded.model)
     return EngineCore(
         runner,

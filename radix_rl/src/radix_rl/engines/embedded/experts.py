@@ -4,30 +4,28 @@ Computes what transformers' "grouped_mm" does, product for product, with a third
 expert parallelism.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-EXPERTS_NAME = "radix_sorted_mm"
 
 
 def use_sorted_experts(model: PreTrainedModel) -> None:
     """In place of "grouped_mm", transformers' default; a model without experts or with another implementation
     stays as it is.
     """
-    if uses_grouped_products(model):
-        ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, sorted_experts_forward)
-        model.set_experts_implementation(EXPERTS_NAME)
-        for module in stacked_experts(model):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = by_input(parameter.data, is_transposed=module.is_transposed)
+    for module in grouped_experts(model):
+        module.forward = partial(sorted_experts_forward, module)
+        for parameter in module.parameters(recurse=False):
+            parameter.data = by_input(parameter.data, is_transposed=module.is_transposed)
 
 
-def stacked_experts(model: torch.nn.Module) -> list[Any]:
-    """The modules under transformers' `use_experts_implementation`."""
+def grouped_experts(model: PreTrainedModel) -> list[Any]:
+    """The modules under transformers' `use_experts_implementation`, if "grouped_mm" is the one chosen."""
+    implementation = getattr(model.config.get_text_config(decoder=True), "_experts_implementation", None)
+    if not model._can_set_experts_implementation() or implementation != "grouped_mm":
+        return []
     return [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")]
 
 
@@ -38,12 +36,6 @@ def by_input(weights: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
     if weights.dim() != 3 or weights.dtype != torch.float32:
         return weights
     return weights.contiguous() if is_transposed else weights.mT.contiguous().mT
-
-
-def uses_grouped_products(model: PreTrainedModel) -> bool:
-    """Also by the function that takes the place of "grouped_mm"."""
-    implementation = getattr(model.config.get_text_config(decoder=True), "_experts_implementation", None)
-    return model._can_set_experts_implementation() and implementation in ("grouped_mm", EXPERTS_NAME)
 
 
 def sorted_experts_forward(

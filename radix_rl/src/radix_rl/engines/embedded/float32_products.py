@@ -10,17 +10,8 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from radix_rl.engines.embedded.experts import (
-    by_input,
-    sorted_experts_forward,
-    stacked_experts,
-    uses_grouped_products,
-)
-
-EXPERTS_NAME = "radix_float32_products"
-_ATTRIBUTE = "_radix_float32_experts"
+from radix_rl.engines.embedded.experts import by_input, grouped_experts, sorted_experts_forward
 
 
 def cpu_lacks_bfloat16() -> bool:
@@ -32,39 +23,34 @@ class Float32Products:
 
     def __init__(self, model: PreTrainedModel) -> None:
         linears = [m for m in model.modules() if type(m) is torch.nn.Linear]
-        # Layers that the model keeps in float32 need no help.
-        self._linears = {m: _Float32Linear(m) for m in linears if m.weight.dtype == torch.bfloat16}
-        self._experts = stacked_experts(model) if uses_grouped_products(model) else []
-        for linear, product in self._linears.items():
-            linear.forward = product
-        if self._experts:
-            ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts_forward)
-            model.set_experts_implementation(EXPERTS_NAME)
+        self._products: list[_Float32Linear | _Float32Experts] = [
+            # Layers that the model keeps in float32 need no help.
+            *(_Float32Linear(m) for m in linears if m.weight.dtype == torch.bfloat16),
+            *map(_Float32Experts, grouped_experts(model)),
+        ]
+        for product in self._products:
+            product.module.forward = product  # type: ignore[assignment]
         self.refresh()
 
     def refresh(self) -> None:
         """Copy the weights anew."""
-        for product in self._linears.values():
+        for product in self._products:
             product.refresh()
-        for experts in self._experts:
-            setattr(experts, _ATTRIBUTE, _Float32Experts(experts))
 
     def release(self) -> None:
         """Give the copies' memory back, until the next refresh."""
-        for product in self._linears.values():
+        for product in self._products:
             product.release()
-        for experts in self._experts:
-            setattr(experts, _ATTRIBUTE, None)
 
 
 class _Float32Linear:
     def __init__(self, linear: torch.nn.Linear) -> None:
-        self._linear = linear
+        self.module = linear
         self.release()
 
     def refresh(self) -> None:
-        self._weight = self._linear.weight.detach().float()
-        self._bias = None if self._linear.bias is None else self._linear.bias.detach().float()
+        self._weight = self.module.weight.detach().float()
+        self._bias = None if self.module.bias is None else self.module.bias.detach().float()
 
     def release(self) -> None:
         self._weight = torch.empty(0)
@@ -75,21 +61,37 @@ class _Float32Linear:
 
 
 class _Float32Experts:
-    """An experts module as `sorted_experts_forward` sees it, with float32 weights."""
+    def __init__(self, experts: torch.nn.Module) -> None:
+        self.module = experts
+        self.release()
 
-    def __init__(self, experts: Any) -> None:
-        self._experts = experts
-        for name, parameter in experts.named_parameters(recurse=False):
-            copy = by_input(parameter.detach().float(), is_transposed=experts.is_transposed)
-            setattr(self, name, copy)
+    def refresh(self) -> None:
+        self._copy = _WithWeights(
+            self.module,
+            {
+                name: by_input(parameter.detach().float(), is_transposed=bool(self.module.is_transposed))
+                for name, parameter in self.module.named_parameters(recurse=False)
+            },
+        )
+
+    def release(self) -> None:
+        self._copy = None
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return sorted_experts_forward(self._copy, hidden_states, top_k_index, top_k_weights)
+
+
+class _WithWeights:
+    """A module as `sorted_experts_forward` sees it, with other weights."""
+
+    def __init__(self, module: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+        self._module = module
+        self.__dict__.update(weights)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._experts, name)
-
-
-def _experts_forward(
-    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    # A model that only shares its configuration with the engine's has no copies and multiplies as it is.
-    experts = getattr(self, _ATTRIBUTE, None) or self
-    return sorted_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+        # While an object is copied it has nothing yet.
+        if name == "_module":
+            raise AttributeError(name)
+        return getattr(self._module, name)

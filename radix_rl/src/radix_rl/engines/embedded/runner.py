@@ -73,6 +73,7 @@ class ModelRunner:
             )
         return probe
 
+    @torch.inference_mode()
     def _try_a_step(self) -> None:
         """Two tokens of one request: a model that cannot be run in steps says so before any is served."""
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
@@ -122,10 +123,9 @@ class ModelRunner:
         capture = attach_indexers(self.loaded.layers, index_topk, self._max_tokens, self.cache, self.device)
         self.captures[capture.field] = capture
 
-    @torch.inference_mode()
     def forward(self, first_slot: int, sequences: Rows[Sequence], lengths: Rows[int]) -> torch.Tensor:
         """Put the next `lengths[i]` tokens of `sequences[i]`, in slot `first_slot + i`, through the model;
-        all lengths are equal unless `mixes_lengths`.
+        all lengths are equal unless `mixes_lengths`. The caller is in inference mode.
 
         Returns logits of each one's last token, `[len(sequences), vocab]`.
         """
@@ -143,7 +143,6 @@ class ModelRunner:
             return logits[:, -1]
         return logits[0] if self._keeps_last_logits else logits[0, last]
 
-    @torch.inference_mode()
     def _run(self, step: ForwardStep, kwargs: dict[str, Any]) -> torch.Tensor:
         """Logits `[b, S, vocab]`, or of the columns that `kwargs` choose."""
         with running_step(step):
