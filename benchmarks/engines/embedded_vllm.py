@@ -1,9 +1,10 @@
 """The embedded engine with routed experts captured, beside the stock vLLM wheel for CPUs without capture,
-which its fast model runner does not have. One thread each, on the same CPU; CPU seconds of the process that
-generates.
+which its fast model runner does not have. One thread and one process each, on the same CPU; CPU seconds of
+the process that generates. Both run the model operation by operation; vLLM compiled is shown too.
 """
 
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -14,15 +15,16 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.engines.tiny_moe import NEW_TOKENS, EngineRun, tiny_model
-from benchmarks.result import Result, at_least, not_measured
+from benchmarks.result import Result, at_least, not_measured, shown
 from benchmarks.timing import cpu_seconds, median_ratio, stay_on_one_cpu, take_turns
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".env-vllm" / "bin" / "python"
 PROGRAM = Path(__file__).parent / "vllm_program.py"
 CONCURRENCY, BAR = 32, 1.3
-ROUNDS = 5
-"""Each with a new engine and a new vLLM: between lives both differ by several percent."""
+ROUNDS, COMPILED_ROUNDS = 7, 2
+"""Each with a new engine and a new vLLM: between lives both differ by several percent. Compiling takes its
+time in every life."""
 NAME = f"embedded engine / vLLM without capture at {CONCURRENCY}"
 
 
@@ -34,15 +36,24 @@ def run() -> list[Result]:
     model = tiny_model()
     with tempfile.TemporaryDirectory(prefix="radix-bench-") as folder:
         model.save_pretrained(folder)
-        rounds = [side_by_side(model, folder) for _ in range(ROUNDS)]
-    theirs, ours = ([s for seconds in rounds for s in seconds[name]] for name in ("vllm", "engine"))
-    return [at_least(NAME, median_ratio(theirs, ours), "x", BAR)]
+        results = [at_least(NAME, ratio(model, folder, "eager", ROUNDS), "x", BAR)]
+        if shutil.which("g++"):
+            compiled = ratio(model, folder, "compiled", COMPILED_ROUNDS)
+            results.append(shown(f"{NAME}, compiled", compiled, "x"))
+        return results
 
 
-def side_by_side(model: PreTrainedModel, folder: str) -> dict[str, list[float]]:
+def ratio(model: PreTrainedModel, folder: str, mode: str, rounds: int) -> float:
+    """Of vLLM's seconds to the engine's."""
+    seconds = [side_by_side(model, folder, mode) for _ in range(rounds)]
+    theirs, ours = ([s for life in seconds for s in life[name]] for name in ("vllm", "engine"))
+    return median_ratio(theirs, ours)
+
+
+def side_by_side(model: PreTrainedModel, folder: str, mode: str) -> dict[str, list[float]]:
     """Seconds of a new engine and a new vLLM, taking turns."""
     lengths = [NEW_TOKENS] * CONCURRENCY
-    with EngineRun(model, "inline", prefix_cache_tokens=0) as engine, vllm(folder) as program:
+    with EngineRun(model, "inline", prefix_cache_tokens=0) as engine, vllm(folder, mode) as program:
         return take_turns(
             {"engine": lambda: engine(lengths), "vllm": lambda: ask(program)},
             repetitions=5,
@@ -52,8 +63,8 @@ def side_by_side(model: PreTrainedModel, folder: str) -> dict[str, list[float]]:
 
 
 @contextmanager
-def vllm(model: str) -> Iterator[subprocess.Popen[str]]:
-    """The program, ready; it ends with its standard input."""
+def vllm(model: str, mode: str) -> Iterator[subprocess.Popen[str]]:
+    """The program, ready; it ends with its standard input. `mode`: "eager" or "compiled"."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -63,10 +74,11 @@ def vllm(model: str) -> Iterator[subprocess.Popen[str]]:
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        # None: the wheel as it is.
+        # None: the wheel as it is. The environment also has a Triton backend, for tests of V2.
         "VLLM_PLUGINS": "",
+        "TRITON_BACKENDS_IN_TREE": "1",
     }
-    command = [str(PYTHON), str(PROGRAM), model, str(CONCURRENCY), str(NEW_TOKENS)]
+    command = [str(PYTHON), str(PROGRAM), model, str(CONCURRENCY), str(NEW_TOKENS), mode]
     program = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
     )

@@ -1,6 +1,6 @@
 """Run by the vLLM environment's interpreter: generates once for each line of its standard input.
 
-`python vllm_program.py MODEL REQUESTS NEW_TOKENS`
+`python vllm_program.py MODEL REQUESTS NEW_TOKENS eager|compiled`
 """
 
 import random
@@ -9,18 +9,14 @@ import sys
 PROMPT_TOKENS, VOCAB = 16, 1024
 
 
-def main(model: str, num_requests: int, new_tokens: int) -> None:
-    from triton.backends import backends
-
-    # The environment adds it for tests of Model Runner V2; the wheel itself has its own kernels.
-    backends.pop("cpu", None)
+def main(model: str, num_requests: int, new_tokens: int, mode: str) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,
         dtype="float32",
-        enforce_eager=True,
+        enforce_eager=mode == "eager",
         max_model_len=512,
         max_num_seqs=num_requests,
         enable_prefix_caching=False,
@@ -40,4 +36,4 @@ def main(model: str, num_requests: int, new_tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -17,6 +17,7 @@ from radix_rl.engines.embedded.module_overheads import cut_overheads
 from radix_rl.engines.embedded.routers import registry
 from radix_rl.engines.embedded.routers.base import RouterAdapter
 from radix_rl.errors import ConfigurationError
+from radix_rl.weights.bucket import pack_buckets
 
 COMMON = {
     "vocab_size": 128,
@@ -370,6 +371,47 @@ def test_a_copy_of_the_engines_model_computes_with_weights_of_its_own(qwen3_moe,
         expected, own = untouched(token_ids).logits, copied(token_ids).logits
         assert not torch.allclose(expected, qwen3_moe(token_ids).logits, atol=1e-3)
     torch.testing.assert_close(own, expected)
+
+
+async def test_hooks_and_wishes_of_who_uses_the_engines_model_are_served(
+    qwen3_moe, engine_of, prompt, request_of
+):
+    async with engine_of(qwen3_moe) as engine:
+        model = engine._core_now().runner.model
+        seen = []
+        model.model.layers[1].mlp.gate.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+        model.model.norm.register_forward_pre_hook(lambda *_: seen.append("norm"))
+        await engine.generate(request_of("a", prompt(4, 1), max_new_tokens=1))
+        assert seen == [False, "norm"]
+        token_ids = torch.arange(12)[None]
+        output = model(token_ids, output_hidden_states=True, return_dict=False, use_cache=False)
+        (_, hidden_states) = output
+        assert len(hidden_states) == 4
+        assert seen == [False, "norm", True, "norm"]
+
+
+async def test_expert_matrices_lie_by_input_through_updates_and_sleep(qwen3_moe, engine_of):
+    def strides(engine):
+        experts = engine._core_now().runner.model.model.layers[1].mlp.experts
+        return experts.gate_up_proj.stride(), experts.down_proj.stride()
+
+    async with engine_of(qwen3_moe) as engine:
+        expected = (64 * 64, 1, 64), (64 * 32, 1, 64)
+        assert strides(engine) == expected
+        await send_weights(engine, qwen3_moe, "1")
+        assert strides(engine) == expected
+        await engine.sleep()
+        await engine.wake()
+        assert strides(engine) == expected
+        await send_weights(engine, qwen3_moe, "2")
+        assert strides(engine) == expected
+
+
+async def send_weights(engine, model, version):
+    await engine.begin_weight_update(version)
+    for bucket in pack_buckets(model.named_parameters(), 1 << 20):
+        await engine.update_weights(bucket)
+    await engine.commit_weight_update(version)
 
 
 async def test_llama4_serves_contexts_in_which_its_query_scales_are_one(

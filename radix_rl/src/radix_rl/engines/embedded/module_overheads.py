@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from radix_rl.engines.embedded.bare_forward import use_bare_forward
 from radix_rl.engines.embedded.short_norms import use_short_norms
 from radix_rl.engines.embedded.short_rotary import use_short_rotary
 
@@ -17,6 +18,7 @@ def cut_overheads(model: PreTrainedModel) -> None:
     """
     use_short_norms(model)
     use_short_rotary(model)
+    use_bare_forward(model)
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList):
             if type(module) is torch.nn.ModuleList:
