@@ -27,6 +27,6 @@ def shown(name: str, value: float, unit: str) -> Result:
     return Result(name, value, unit, None, True)
 
 
-def not_measured(name: str, why: str, unit: str, bar: str) -> Result:
+def not_measured(name: str, why: str, unit: str, bar: str | None = None) -> Result:
     """A figure whose other side is not on this machine."""
     return Result(f"{name}: not measured, {why}", None, unit, bar, None)

@@ -9,6 +9,7 @@ operation makes a new one, in tens of microseconds a thread.
 
 import asyncio
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,10 +20,16 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _MAPS = Path("/proc/self/maps")
 _OMP_PAUSE_SOFT = 1
+_PROCESS = os.getpid()
 
 
 def end_pool() -> None:
-    """End the calling thread's pool, if it has one and the runtime is GNU's."""
+    """End the calling thread's pool, if it has one and the runtime is GNU's.
+
+    Does nothing in a forked child: the runtime would wait for threads that only its parent has.
+    """
+    if os.getpid() != _PROCESS:
+        return
     for runtime in _gnu_runtimes():
         runtime.omp_pause_resource_all(_OMP_PAUSE_SOFT)
 
@@ -37,7 +44,9 @@ def pool_ended_after() -> Iterator[None]:
 
 
 async def torch_in_thread(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """`asyncio.to_thread` for a function that uses torch: the threads it comes back to live on."""
+    """`asyncio.to_thread` for a function that uses torch: asyncio's threads outlive the call, and would keep
+    their pools.
+    """
     return await asyncio.to_thread(pool_ended_after()(function), *args, **kwargs)
 
 
@@ -48,5 +57,5 @@ def _gnu_runtimes() -> tuple[ctypes.CDLL, ...]:
         return ()
     paths = {line.split(maxsplit=5)[-1] for line in _MAPS.read_text().splitlines() if "libgomp" in line}
     runtimes = [ctypes.CDLL(path) for path in sorted(paths)]
-    # GCC 9 and later.
+    # GCC has it from version 9 on.
     return tuple(runtime for runtime in runtimes if hasattr(runtime, "omp_pause_resource_all"))

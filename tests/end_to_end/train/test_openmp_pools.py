@@ -88,6 +88,22 @@ def test_a_server_serves_new_weights_without_the_idle_threads_of_who_read_them(s
         assert threads_at_rest(server.process.pid) - before < THREADS - 1
 
 
+def test_a_forked_child_does_not_wait_for_the_threads_of_its_parent():
+    program = """
+import os, torch
+from radix_rl.openmp_pool import end_pool
+torch.set_num_threads(2)
+torch.ones(1 << 20).add_(1)
+child = os.fork()
+if child == 0:
+    end_pool()
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip() == "0", run.stderr
+
+
 def generate(client):
     body = {"input_ids": [[5, 6, 7]] * 16, "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
     answer = client.post("/generate", json=body)

@@ -105,7 +105,11 @@ FAMILIES = {
     "DeepseekV32": DSA,
     "GlmMoeDsa": DSA | {"indexer_types": ["full", "shared", "full"]},
 }
-DENSE = {"Gemma3": GQA | {"intermediate_size": 64}}
+DENSE = {
+    "Gemma3": GQA | {"intermediate_size": 64},
+    # Its rotary embedding multiplies in float32 and rounds afterwards.
+    "Olmo2": GQA | {"intermediate_size": 64},
+}
 
 
 @pytest.fixture
@@ -185,9 +189,12 @@ def test_what_the_engine_computes_in_its_own_way_has_the_bits_of_transformers(na
     ids = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(0))
     assert torch.equal(own(input_ids=ids).logits, theirs(input_ids=ids).logits)
     changed = [m for m in own.modules() if type(m).__name__.endswith("RMSNorm") and "forward" in vars(m)]
-    # Llama 4 and Gemma have norms of their own kind; in bfloat16 only two round where torch does.
-    same = name in ("GptOss", "Afmoe") if dtype == torch.bfloat16 else name not in ("Llama4", "Gemma3")
+    # Llama 4 and Gemma have norms of their own kind; in bfloat16 only three round where torch does.
+    rounds_alike = ("GptOss", "Afmoe", "Olmo2")
+    same = name in rounds_alike if dtype == torch.bfloat16 else name not in ("Llama4", "Gemma3")
     assert bool(changed) == same
+    if name == "Mixtral":
+        assert "forward" in vars(own.model.layers[0].self_attn)
 
 
 def test_a_norm_that_is_not_torchs_is_left_alone():
@@ -371,6 +378,38 @@ def test_a_copy_of_the_engines_model_computes_with_weights_of_its_own(qwen3_moe,
         expected, own = untouched(token_ids).logits, copied(token_ids).logits
         assert not torch.allclose(expected, qwen3_moe(token_ids).logits, atol=1e-3)
     torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.parametrize("products", ["native", "float32"])
+def test_an_engine_on_the_model_of_an_earlier_one_computes_with_its_weights(products, qwen3_moe, settings):
+    changes = {"dtype": "bfloat16", "bfloat16_products": products}
+    build_core(settings(**changes), qwen3_moe, None)
+    core = build_core(settings(**changes), qwen3_moe, None)
+    model = core.runner.model
+    token_ids = torch.arange(12)[None]
+    with torch.inference_mode():
+        assert model(token_ids).logits.any()
+        for layer in model.model.layers[1:]:
+            layer.mlp.experts.down_proj.zero_()
+        model.lm_head.weight.zero_()
+        if core._products is not None:
+            core._products.refresh()
+        assert not model.model.layers[1].mlp(torch.ones(1, 1, 64, dtype=torch.bfloat16)).any()
+        assert not model(token_ids).logits.any()
+
+
+def test_generate_of_transformers_still_infers_the_mask_of_padded_prompts(qwen3_moe, settings):
+    padded = torch.tensor([[0, 0, 0, 5, 6, 7], [9, 8, 5, 5, 6, 7]])
+    qwen3_moe.generation_config.pad_token_id = 0
+    options = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    expected = torch.stack(qwen3_moe.generate(padded, **options).logits)
+    build_core(settings(), qwen3_moe, None)
+    torch.testing.assert_close(torch.stack(qwen3_moe.generate(padded, **options).logits), expected)
 
 
 async def test_hooks_and_wishes_of_who_uses_the_engines_model_are_served(

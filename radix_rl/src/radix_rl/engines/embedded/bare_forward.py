@@ -1,11 +1,13 @@
 """Forward functions of whole models without transformers' decorators, which cost a small model's step two
 percent.
 
-These take arguments that the caller leaves out from the configuration, and collect outputs that it or the
-caller asks for. The engine gives what it means to and asks for nothing.
+The decorators fill in arguments that the caller omits, from the configuration, and collect further outputs on
+request. The engine passes every argument that it needs and requests none.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -16,7 +18,7 @@ _DECORATORS = frozenset({"transformers.utils.generic", "transformers.utils.outpu
 """Modules that define those which can be left out."""
 
 _WISHES = (
-    *("output_attentions", "output_hidden_states", "output_router_logits", "is_causal"),
+    *("output_attentions", "output_hidden_states", "output_router_logits"),
     *("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio"),
 )
 """What a configuration may say to them; false or None where it says nothing."""
@@ -27,16 +29,23 @@ def use_bare_forward(model: PreTrainedModel) -> None:
     for module in model.modules():
         if not isinstance(module, PreTrainedModel) or "forward" in vars(module):
             continue
-        if any(getattr(module.config, name, None) for name in _WISHES) or not module.config.return_dict:
+        config = module.config
+        if any(getattr(config, name, None) for name in _WISHES) or not config.return_dict:
             continue
-        bare: Any = type(module).forward
+        if getattr(config, "is_causal", None) is not None:
+            continue
+        decorated: Any = type(module).forward
+        bare = decorated
         while bare.__globals__["__name__"] in _DECORATORS and hasattr(bare, "__wrapped__"):
             bare = bare.__wrapped__
-        if bare is not type(module).forward:
-            module.forward = partial(_forward, module, bare)
+        if bare is not decorated:
+            module.forward = MethodType(_bare_in_steps(decorated, bare), module)
 
 
-def _forward(module: PreTrainedModel, bare: Any, *args: Any, **kwargs: Any) -> Any:
-    if active_step() is None:
-        return type(module).forward(module, *args, **kwargs)
-    return bare(module, *args, **kwargs)
+def _bare_in_steps(decorated: Callable[..., Any], bare: Callable[..., Any]) -> Callable[..., Any]:
+    # With its signature, from which transformers' `generate` concludes what it may pass.
+    @wraps(decorated)
+    def forward(module: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return (decorated if active_step() is None else bare)(module, *args, **kwargs)
+
+    return forward

@@ -67,6 +67,7 @@ def build_core(
             )
         runner.capture_indexer_topk(int(index_topk))
     cut_overheads(loaded.model)
+    runner.try_a_step()
     return EngineCore(
         runner,
         products=products,

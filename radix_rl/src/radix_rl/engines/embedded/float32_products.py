@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from radix_rl.engines.embedded.experts import by_input, grouped_experts, sorted_experts_forward
+from radix_rl.engines.embedded.module_overheads import own_class
 
 
 def cpu_lacks_bfloat16() -> bool:
@@ -22,7 +23,7 @@ class Float32Products:
     """Used by the worker thread only. `refresh` must follow every change of the model's weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        linears = [m for m in model.modules() if type(m) is torch.nn.Linear]
+        linears: list[Any] = [m for m in model.modules() if own_class(m) is torch.nn.Linear]
         self._products: list[_Float32Linear | _Float32Experts] = [
             # Layers that the model keeps in float32 need no help.
             *(_Float32Linear(m) for m in linears if m.weight.dtype == torch.bfloat16),

@@ -13,8 +13,8 @@ from radix_rl.engines.embedded.short_rotary import use_short_rotary
 
 def cut_overheads(model: PreTrainedModel) -> None:
     """Changes no bit of what the model computes. The last thing done to a model, since its modules change
-    their types. From here on submodules are exchanged by assignment only, not through `_modules`, and
-    parameters by assignment to their `data`.
+    their types: they cannot be pickled afterwards. From here on submodules are exchanged by assignment only,
+    not through `_modules`, and parameters by assignment to their `data`, not by torch's `functional_call`.
     """
     use_short_norms(model)
     use_short_rotary(model)
@@ -38,11 +38,17 @@ class _PlainSlices(torch.nn.ModuleList):
         return list(self)[index] if isinstance(index, slice) else super().__getitem__(index)
 
 
+def own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """What its class was before `cut_overheads`."""
+    kind = type(module)
+    return kind.__bases__[0] if hasattr(kind, "is_called_directly") else kind
+
+
 @cache
 def _called_directly(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """The same class, of which a call without gradients begins with `forward` where the module has no hooks.
-    torch's way there, and transformers' for layers that may be checkpointed, costs a small model's step three
-    percent.
+    """The same class, of which a call without gradients begins with `forward` where the module has no hooks
+    of its own. torch's way there, and transformers' for layers that may be checkpointed, costs the step of a
+    small model three percent.
     """
     if hasattr(kind, "is_called_directly"):
         return kind

@@ -60,7 +60,6 @@ class ModelRunner:
         if self.mixes_lengths and self.device.type == "cpu":
             layer_bytes = tensor_bytes_per_token(self.cache.tensors) / len(self._layers)
             self._worth_a_cut = CPU_WORTH_A_CUT_BYTES / layer_bytes
-        self._try_a_step()
 
     def _probe(self) -> ProbeCache:
         probe = ProbeCache()
@@ -74,7 +73,7 @@ class ModelRunner:
         return probe
 
     @torch.inference_mode()
-    def _try_a_step(self) -> None:
+    def try_a_step(self) -> None:
         """Two tokens of one request: a model that cannot be run in steps says so before any is served."""
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         positions = torch.arange(2, device=self.device)[None]

@@ -23,7 +23,8 @@ def use_short_norms(model: torch.nn.Module) -> None:
         if kind not in found:
             norms = [_torch_norm]
             width = weight.shape[0]
-            # Else a sum times 1 / width may differ from the mean by a bit, and rarely enough to be missed.
+            # Only of powers of two: of other widths a sum times 1 / width may differ from the mean by a bit,
+            # and rarely enough to be missed.
             if weight.device.type == "cpu" and width & (width - 1) == 0:
                 norms.insert(0, _norm_of_few_operations)
             found[kind] = next((norm for norm in norms if _same(module, norm, eps)), None)

@@ -31,11 +31,12 @@ def use_short_rotary(model: torch.nn.Module) -> None:
 
 
 class _ShortRotary:
-    """What it makes of a step's cosines and sines serves all layers. Used by one thread only."""
+    """What it makes of a step's cosines and sines serves all layers."""
 
     def __init__(self, theirs: Rotary) -> None:
         self._theirs = theirs
-        self._of: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+        self._made: tuple[torch.Tensor, ...] = ()
+        """Cosines and sines as they came, and as they are used."""
 
     def __call__(
         self,
@@ -46,15 +47,19 @@ class _ShortRotary:
         unsqueeze_dim: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         width = sin.shape[-1]
-        if torch.is_grad_enabled() or unsqueeze_dim != 1 or not q.shape[-1] == k.shape[-1] == width:
+        same_shape = q.shape[-1] == k.shape[-1] == width
+        # Some functions multiply in the cosines' dtype and round afterwards.
+        same_dtype = q.dtype == k.dtype == cos.dtype == sin.dtype
+        if torch.is_grad_enabled() or unsqueeze_dim != 1 or not same_shape or not same_dtype:
             return self._theirs(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         half = width // 2
-        if self._of[0] is not cos or self._of[1] is not sin:
+        # Read and set as one: a copy of the model, which shares this object, may run in another thread.
+        made = self._made
+        if not made or made[0] is not cos or made[1] is not sin:
             # The halves change places, and the one that comes first changes its sign: here its sines do.
-            self._cos = cos.unsqueeze(1)
-            self._sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1).unsqueeze(1)
-            self._of = cos, sin
-        cos, sin = self._cos, self._sin
+            signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+            made = self._made = cos, sin, cos.unsqueeze(1), signed.unsqueeze(1)
+        _, _, cos, sin = made
         return (
             torch.mul(q, cos).add_(torch.roll(q, half, -1).mul_(sin)),
             torch.mul(k, cos).add_(torch.roll(k, half, -1).mul_(sin)),
