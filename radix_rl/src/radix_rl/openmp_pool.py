@@ -56,6 +56,7 @@ def _gnu_runtimes() -> tuple[ctypes.CDLL, ...]:
     if not _MAPS.exists():
         return ()
     paths = {line.split(maxsplit=5)[-1] for line in _MAPS.read_text().splitlines() if "libgomp" in line}
-    runtimes = [ctypes.CDLL(path) for path in sorted(paths)]
+    # A file that was replaced since it was loaded cannot be named any more.
+    runtimes = [ctypes.CDLL(path) for path in sorted(paths) if Path(path).is_file()]
     # GCC has it from version 9 on.
     return tuple(runtime for runtime in runtimes if hasattr(runtime, "omp_pause_resource_all"))
