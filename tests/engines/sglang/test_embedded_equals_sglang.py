@@ -441,6 +441,10 @@ def by_sequence(events: list[dict[str, Any]]) -> dict[str, Any]:
     for index, (first, *middle, last) in parts_of(events).items():
         said[str(index)] = {"last": last, "keys": sorted({*first}.union(*middle))}
         if is_openai:
+            # How much of the answer the last event holds depends on how busy the server was.
+            said[str(index)]["last"] = {
+                k: v if k not in ("text", "token_ids") else ... for k, v in last.items()
+            }
             said[str(index)]["text"] = "".join(text_of(part) for part in (first, *middle, last))
             said[str(index)]["delta"] = first.get("delta")
             said[str(index)]["ids"] = [
