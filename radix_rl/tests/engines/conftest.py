@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from radix_engine_plugins.writer import OutputStoreWriter
+from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
 from radix_rl.errors import EngineDeadError
 from radix_rl.server.app import create_app
 from radix_rl.server.runner import HttpServer, bind
 from radix_rl.server.settings import ServerSettings
 from radix_rl.types import FinishReason, GenerateOutput, GenerateRequest, SamplingParams, VersionSpan
-from radix_rl.weights.bucket import WeightBucket
 from radix_transfer_plugins import OutputStore, TokenOutputStash, create_backend
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from radix_rl.buckets.bucket import pack_buckets
 from radix_rl.engines.base import Engine
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig, OutputStoreTarget
 from radix_rl.engines.embedded.engine import EmbeddedEngine
@@ -22,7 +23,6 @@ from radix_rl.server.app import create_app
 from radix_rl.server.runner import HttpServer, bind
 from radix_rl.server.settings import ServerSettings
 from radix_rl.types import GenerateOutput, GenerateRequest, SamplingParams
-from radix_rl.weights.bucket import pack_buckets
 from radix_transfer_plugins import OutputStore, StoreRef, TokenOutputStash
 
 PROMPT = tuple(range(3, 15))

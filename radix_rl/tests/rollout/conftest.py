@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterator
 import numpy as np
 import pytest
 
+from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
 from radix_rl.types import FinishReason, GenerateOutput, GenerateRequest, VersionSpan
-from radix_rl.weights.bucket import WeightBucket
 from radix_transfer_plugins import OutputStore, TokenOutputStash, create_backend
 
 NUM_LAYERS, TOP_K = 2, 3

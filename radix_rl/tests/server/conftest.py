@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 
 from radix_engine_plugins.collector import TokenOutputCollector
 from radix_engine_plugins.writer import OutputStoreWriter
+from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig, OutputStoreTarget
 from radix_rl.engines.embedded.engine import EmbeddedEngine
@@ -30,7 +31,6 @@ from radix_rl.types import (
     PartialOutput,
     VersionSpan,
 )
-from radix_rl.weights.bucket import WeightBucket
 from radix_transfer_plugins import OutputStore, create_backend
 
 VOCAB = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.!?0123456789"

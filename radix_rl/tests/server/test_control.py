@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from radix_rl.buckets.bucket import pack_buckets
+from radix_rl.buckets.wire import CONTENT_TYPE, encode_bucket
 from radix_rl.errors import EngineStateError, WeightUpdateError
-from radix_rl.weights.bucket import pack_buckets
 from radix_rl.weights.release import released
-from radix_rl.weights.wire import CONTENT_TYPE, encode_bucket
 
 
 def _post(server, path, **body):

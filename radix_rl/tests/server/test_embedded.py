@@ -11,8 +11,8 @@ import openai
 import pytest
 import torch
 
-from radix_rl.weights.bucket import pack_buckets
-from radix_rl.weights.wire import CONTENT_TYPE, encode_bucket
+from radix_rl.buckets.bucket import pack_buckets
+from radix_rl.buckets.wire import CONTENT_TYPE, encode_bucket
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from radix_rl.weights.bucket import pack_buckets
-from radix_rl.weights.safetensors_body import encode_flattened, encode_named_tensors
+from radix_rl.buckets.bucket import pack_buckets
+from radix_rl.buckets.safetensors import encode_flattened, encode_named_tensors
 
 TENSORS = {
     "w": torch.tensor([[1.5, -2.0, 3.25]], dtype=torch.bfloat16),

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from radix_rl.weights.bucket import pack_buckets
-from radix_rl.weights.flat import pack
+from radix_rl.buckets.bucket import pack_buckets
+from radix_rl.buckets.packed import pack
 from radix_rl.weights.update_group import UpdateGroup
 
 CPU = torch.device("cpu")

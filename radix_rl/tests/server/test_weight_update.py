@@ -6,10 +6,10 @@ import msgspec
 import pytest
 import torch
 
+from radix_rl.buckets.bucket import pack_buckets
+from radix_rl.buckets.safetensors import encode_named_tensors
+from radix_rl.buckets.wire import CONTENT_TYPE, encode_bucket
 from radix_rl.errors import EngineStateError
-from radix_rl.weights.bucket import pack_buckets
-from radix_rl.weights.safetensors_body import encode_named_tensors
-from radix_rl.weights.wire import CONTENT_TYPE, encode_bucket
 
 (BUCKET,) = pack_buckets([("w", torch.ones(3))], 1 << 20)
 

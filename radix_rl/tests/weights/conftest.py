@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection
 import pytest
 import torch
 
+from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
 from radix_rl.errors import EngineDeadError, EngineStateError
 from radix_rl.types import GenerateOutput, GenerateRequest
-from radix_rl.weights.bucket import WeightBucket
 
 
 class KeepingEngine(Engine):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from radix_rl.weights.bucket import TensorSpec, WeightBucket, dtype_from_name, pack_buckets
+from radix_rl.buckets.bucket import TensorSpec, WeightBucket, dtype_from_name, pack_buckets
 
 
 def test_tensors_come_back_exactly(named_tensors):

@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from radix_rl.buckets.bucket import TensorSpec, pack_buckets
+from radix_rl.buckets.packed import pack
 from radix_rl.engines.http_client import HttpClient
 from radix_rl.engines.remote import RemoteEngine, RemoteSettings
 from radix_rl.engines.remote_weights import RemoteWeights
@@ -18,9 +20,7 @@ from radix_rl.errors import ConfigurationError, EngineError, EngineStateError, W
 from radix_rl.server.app import create_app
 from radix_rl.server.runner import HttpServer, bind
 from radix_rl.server.settings import ServerSettings
-from radix_rl.weights.bucket import TensorSpec, pack_buckets
 from radix_rl.weights.checkpoint_names import CheckpointNames
-from radix_rl.weights.flat import pack
 from radix_rl.weights.sync import WeightSynchronizer, named_weights
 from radix_rl.weights.transports.broadcast import BroadcastTransport
 from radix_rl.weights.transports.disk import DiskTransport

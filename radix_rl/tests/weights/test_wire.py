@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from radix_rl.weights.bucket import pack_buckets
-from radix_rl.weights.wire import decode_bucket, encode_bucket
+from radix_rl.buckets.bucket import pack_buckets
+from radix_rl.buckets.wire import decode_bucket, encode_bucket
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from radix_rl.errors import EngineStateError
 from radix_rl.types import GenerateOutput, GenerateRequest, PartialOutput
 
 if TYPE_CHECKING:
-    from radix_rl.weights.bucket import WeightBucket
+    from radix_rl.buckets.bucket import WeightBucket
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """abort: running requests end with what they have.

@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
+from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
 from radix_rl.errors import EngineDeadError, EngineError
 from radix_rl.types import GenerateOutput, GenerateRequest
-from radix_rl.weights.bucket import WeightBucket
 
 logger = logging.getLogger(__name__)
 

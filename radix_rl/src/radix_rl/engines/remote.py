@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from radix_rl.buckets.bucket import WeightBucket
+from radix_rl.buckets.wire import encode_bucket
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
 from radix_rl.engines.http_client import PROBE, PROBE_TIMEOUT_S, HttpClient
 from radix_rl.engines.remote_weights import RemoteWeights
@@ -22,8 +24,6 @@ from radix_rl.errors import (
     RequestError,
 )
 from radix_rl.types import GenerateOutput, GenerateRequest
-from radix_rl.weights.bucket import WeightBucket
-from radix_rl.weights.wire import encode_bucket
 from radix_transfer_plugins import OutputStore, StoreRef
 from radix_transfer_plugins.errors import OutputStoreError
 from radix_transfer_plugins.ref import REF_VERSION

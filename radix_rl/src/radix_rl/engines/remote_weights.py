@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from radix_rl.buckets.bucket import TensorSpec
+from radix_rl.buckets.wire import CONTENT_TYPE
 from radix_rl.engines.http_client import HttpClient
 from radix_rl.errors import EngineError, EngineStateError, RequestError, WeightUpdateError
-from radix_rl.weights.bucket import TensorSpec
-from radix_rl.weights.wire import CONTENT_TYPE
 
 
 class RemoteWeights:

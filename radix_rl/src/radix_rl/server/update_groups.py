@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
+from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.errors import ConfigurationError, RequestError, WeightUpdateError
-from radix_rl.weights.bucket import WeightBucket
 from radix_rl.weights.own_thread import in_own_thread
 from radix_rl.weights.update_group import UpdateGroup, group_device
 

@@ -36,7 +36,7 @@ class TensorsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class FromTensorBody(TensorsBody, kw_only=True):
     serialized_named_tensors: list[str]
-    """One entry a rank, of which this server has one; see radix_rl.weights.safetensors_body."""
+    """One entry a rank, of which this server has one; see radix_rl.buckets.safetensors."""
 
 
 class FromDistributedBody(TensorsBody, kw_only=True):

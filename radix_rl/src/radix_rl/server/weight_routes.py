@@ -14,6 +14,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from radix_rl.buckets.bucket import WeightBucket, pack_buckets
+from radix_rl.buckets.packed import empty_bucket
+from radix_rl.buckets.safetensors import decode_named_tensors
+from radix_rl.buckets.wire import CONTENT_TYPE, decode_bucket
 from radix_rl.errors import ConfigurationError, RequestError, WeightUpdateError
 from radix_rl.openmp_pool import torch_in_thread
 from radix_rl.server.body import read_body
@@ -31,11 +35,7 @@ from radix_rl.server.weight_bodies import (
     TensorsBody,
     VersionBody,
 )
-from radix_rl.weights.bucket import WeightBucket, pack_buckets
-from radix_rl.weights.flat import empty_bucket
 from radix_rl.weights.release import released
-from radix_rl.weights.safetensors_body import decode_named_tensors
-from radix_rl.weights.wire import CONTENT_TYPE, decode_bucket
 
 router = APIRouter()
 

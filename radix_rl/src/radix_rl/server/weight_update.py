@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.engines.base import Engine
 from radix_rl.errors import EngineStateError, RequestError, WeightUpdateError
-from radix_rl.weights.bucket import WeightBucket
 
 
 class WeightUpdate:

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers as tf
 
+from radix_rl.buckets.bucket import pack_buckets
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.engines.embedded.float32_products import Float32Products
 from radix_rl.errors import ConfigurationError
-from radix_rl.weights.bucket import pack_buckets
 
 
 async def test_folder_without_a_tokenizer_loads(qwen3_moe, settings, tmp_path, prompt, request_of):

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
+from radix_rl.buckets.bucket import pack_buckets
 from radix_rl.engines.embedded.build import build_core
-from radix_rl.weights.bucket import pack_buckets
 
 
 @pytest.mark.parametrize("products", ["native", "float32"])

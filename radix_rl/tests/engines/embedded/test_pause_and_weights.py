@@ -7,8 +7,8 @@ import pickle
 import pytest
 import torch
 
+from radix_rl.buckets.bucket import pack_buckets
 from radix_rl.errors import ConfigurationError, EngineStateError, WeightUpdateError
-from radix_rl.weights.bucket import pack_buckets
 
 
 async def wait_for_tokens(engine, count: int) -> None:

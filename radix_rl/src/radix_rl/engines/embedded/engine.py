@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from radix_engine_plugins.writer import OutputStoreWriter
+from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
 from radix_rl.engines.embedded.build import build_core, build_writer, describe_model
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
@@ -24,7 +25,6 @@ from radix_rl.engines.embedded.worker import Worker
 from radix_rl.errors import ConfigurationError, EngineDeadError, EngineStateError
 from radix_rl.openmp_pool import end_pool
 from radix_rl.types import GenerateOutput, GenerateRequest, PartialOutput, VersionSpan
-from radix_rl.weights.bucket import WeightBucket
 
 _T = TypeVar("_T")
 _ALL_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")

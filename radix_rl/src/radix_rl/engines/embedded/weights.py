@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.errors import EngineStateError, WeightUpdateError
-from radix_rl.weights.bucket import WeightBucket
 
 
 class _Layout(NamedTuple):

@@ -4,9 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.engines.base import Engine, WeightNames
 from radix_rl.errors import ConfigurationError
-from radix_rl.weights.bucket import WeightBucket
 
 
 class WeightTransport(ABC):

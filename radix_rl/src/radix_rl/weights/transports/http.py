@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
+from radix_rl.buckets.bucket import WeightBucket
+from radix_rl.buckets.wire import encode_bucket
 from radix_rl.engines.base import Engine
 from radix_rl.engines.remote import RemoteEngine
 from radix_rl.errors import ConfigurationError
-from radix_rl.weights.bucket import WeightBucket
 from radix_rl.weights.fleet import on_all
 from radix_rl.weights.transports.base import WeightTransport
-from radix_rl.weights.wire import encode_bucket
 
 
 class HttpTransport(WeightTransport):

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from radix_rl.weights.bucket import TensorSpec, WeightBucket, pack_buckets
+from radix_rl.buckets.bucket import TensorSpec, WeightBucket, pack_buckets
 
 _FLAT = "flattened_tensor"
 _METADATA = "metadata"

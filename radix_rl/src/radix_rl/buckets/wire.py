@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from radix_rl.weights.bucket import TensorSpec, WeightBucket
+from radix_rl.buckets.bucket import TensorSpec, WeightBucket
 
 CONTENT_TYPE = "application/x-radix-weight-bucket"
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from radix_rl.weights.bucket import TensorSpec, WeightBucket, dtype_from_name
+from radix_rl.buckets.bucket import TensorSpec, WeightBucket, dtype_from_name
 
 
 def empty_bucket(
