@@ -17,7 +17,7 @@ from radix_rl.engines.base import Engine
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig, OutputStoreTarget
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.engines.pool import EnginePool
-from radix_rl.engines.remote import RemoteEngine, RemoteSettings
+from radix_rl.engines.remote.engine import RemoteEngine, RemoteSettings
 from radix_rl.errors import EngineError, EngineStateError, RequestError
 from radix_rl.server.app import create_app
 from radix_rl.server.runner import HttpServer, bind

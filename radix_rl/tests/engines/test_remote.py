@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from radix_rl.engines.liveness import LivenessWatch
-from radix_rl.engines.remote import RemoteEngine, RemoteSettings
+from radix_rl.engines.remote.engine import RemoteEngine, RemoteSettings
+from radix_rl.engines.remote.liveness import LivenessWatch
 from radix_rl.errors import (
     ConfigurationError,
     EngineDeadError,

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from radix_rl.engines import http_client
-from radix_rl.engines.liveness import LivenessWatch
-from radix_rl.engines.remote import RemoteEngine, RemoteSettings
-from radix_rl.engines.remote_weights import RemoteWeights
-from radix_rl.engines.retry import RetryPolicy
+from radix_rl.engines.remote.engine import RemoteEngine, RemoteSettings
+from radix_rl.engines.remote.engine import client as http_client
+from radix_rl.engines.remote.liveness import LivenessWatch
+from radix_rl.engines.remote.retry import RetryPolicy
+from radix_rl.engines.remote.weights import RemoteWeights
 from radix_rl.errors import (
     ConfigurationError,
     EngineDeadError,

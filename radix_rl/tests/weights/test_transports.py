@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from radix_rl.buckets.bucket import TensorSpec, pack_buckets
 from radix_rl.buckets.packed import pack
-from radix_rl.engines.http_client import HttpClient
-from radix_rl.engines.remote import RemoteEngine, RemoteSettings
-from radix_rl.engines.remote_weights import RemoteWeights
+from radix_rl.engines.remote.client import HttpClient
+from radix_rl.engines.remote.engine import RemoteEngine, RemoteSettings
+from radix_rl.engines.remote.weights import RemoteWeights
 from radix_rl.errors import ConfigurationError, EngineError, EngineStateError, WeightUpdateError
 from radix_rl.server.app import create_app
 from radix_rl.server.runner import HttpServer, bind

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from radix_rl.engines.sglang_api import generate_body, parse_answer
+from radix_rl.engines.remote.api import generate_body, parse_answer
 from radix_rl.errors import ReplayError
 from radix_rl.launch.gateway import Gateway, GatewaySettings, require_output_store
 from radix_rl.rollout.replay_index import ReplayIndex

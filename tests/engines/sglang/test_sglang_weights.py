@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from radix_rl.config.weights import WeightsConfig
-from radix_rl.engines import http_client
-from radix_rl.engines.liveness import LivenessWatch
-from radix_rl.engines.remote import RemoteEngine, RemoteSettings
-from radix_rl.engines.retry import RetryPolicy
+from radix_rl.engines.remote.engine import RemoteEngine, RemoteSettings
+from radix_rl.engines.remote.engine import client as http_client
+from radix_rl.engines.remote.liveness import LivenessWatch
+from radix_rl.engines.remote.retry import RetryPolicy
 from radix_rl.types import GenerateOutput, GenerateRequest, SamplingParams
 from radix_rl.weights.checkpoint_names import CheckpointNames
 from radix_rl.weights.sync import WeightSynchronizer

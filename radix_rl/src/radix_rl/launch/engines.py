@@ -55,7 +55,7 @@ def _embedded(config: RunConfig, settings: EmbeddedEngineConfig, run_store: RunS
 
 
 def _remotes(settings: RemoteEngineConfig, run_store: RunStore | None) -> list[Engine]:
-    from radix_rl.engines.remote import RemoteEngine, RemoteSettings
+    from radix_rl.engines.remote.engine import RemoteEngine, RemoteSettings
 
     remote = RemoteSettings(
         api_key=_key("engine.api_key_env", settings.api_key_env),

@@ -9,9 +9,9 @@ import torch
 
 from radix_rl.buckets.bucket import WeightBucket, pack_buckets
 from radix_rl.engines.base import Engine
+from radix_rl.engines.fleet import on_all, outcomes
 from radix_rl.errors import ConfigurationError, WeightUpdateError
 from radix_rl.openmp_pool import pool_ended_after
-from radix_rl.weights.fleet import on_all, outcomes
 from radix_rl.weights.transports.base import WeightTransport
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]

@@ -14,7 +14,7 @@ import torch
 from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.buckets.packed import pack
 from radix_rl.engines.base import Engine
-from radix_rl.engines.remote import RemoteEngine
+from radix_rl.engines.remote.engine import RemoteEngine
 from radix_rl.errors import ConfigurationError, EngineError, WeightUpdateError
 from radix_rl.weights.own_thread import in_own_thread
 from radix_rl.weights.transports.base import WeightTransport

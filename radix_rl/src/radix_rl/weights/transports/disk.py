@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.engines.base import Engine, WeightNames
-from radix_rl.engines.remote import RemoteEngine
+from radix_rl.engines.fleet import on_all
+from radix_rl.engines.remote.engine import RemoteEngine
 from radix_rl.errors import ConfigurationError, WeightUpdateError
 from radix_rl.openmp_pool import torch_in_thread
-from radix_rl.weights.fleet import on_all
 from radix_rl.weights.transports.base import WeightTransport
 
 _COPIED = ("config.json", "generation_config.json")

@@ -6,9 +6,9 @@ from typing import ClassVar
 from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.buckets.wire import encode_bucket
 from radix_rl.engines.base import Engine
-from radix_rl.engines.remote import RemoteEngine
+from radix_rl.engines.fleet import on_all
+from radix_rl.engines.remote.engine import RemoteEngine
 from radix_rl.errors import ConfigurationError
-from radix_rl.weights.fleet import on_all
 from radix_rl.weights.transports.base import WeightTransport
 
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.engines.base import Engine
-from radix_rl.weights.fleet import on_all
+from radix_rl.engines.fleet import on_all
 from radix_rl.weights.transports.base import WeightTransport
 
 

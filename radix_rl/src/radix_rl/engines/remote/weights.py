@@ -11,7 +11,7 @@ from typing import Any
 
 from radix_rl.buckets.bucket import TensorSpec
 from radix_rl.buckets.wire import CONTENT_TYPE
-from radix_rl.engines.http_client import HttpClient
+from radix_rl.engines.remote.client import HttpClient
 from radix_rl.errors import EngineError, EngineStateError, RequestError, WeightUpdateError
 
 

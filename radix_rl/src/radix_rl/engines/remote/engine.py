@@ -12,10 +12,10 @@ import msgspec
 from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.buckets.wire import encode_bucket
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
-from radix_rl.engines.http_client import PROBE, PROBE_TIMEOUT_S, HttpClient
-from radix_rl.engines.remote_weights import RemoteWeights
-from radix_rl.engines.retry import RetryPolicy, with_retries
-from radix_rl.engines.sglang_api import TokenShapes, generate_body, parse_answer
+from radix_rl.engines.remote.api import TokenShapes, generate_body, parse_answer
+from radix_rl.engines.remote.client import PROBE, PROBE_TIMEOUT_S, HttpClient
+from radix_rl.engines.remote.retry import RetryPolicy, with_retries
+from radix_rl.engines.remote.weights import RemoteWeights
 from radix_rl.errors import (
     ConfigurationError,
     EngineDeadError,

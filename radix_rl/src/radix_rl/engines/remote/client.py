@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from radix_rl.engines.liveness import LivenessWatch
-from radix_rl.engines.retry import RetryPolicy, with_retries
+from radix_rl.engines.remote.liveness import LivenessWatch
+from radix_rl.engines.remote.retry import RetryPolicy, with_retries
 from radix_rl.errors import ConfigurationError, EngineDeadError, EngineError, EngineStateError, RequestError
 
 PROBE_TIMEOUT_S = 10.0
