@@ -16,7 +16,7 @@ from benchmarks.result import Result, at_most, shown
 from benchmarks.timing import median_ratio, take_turns
 from radix_rl.engines.embedded.build import build_core
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
-from radix_rl.engines.embedded.sequence import Sequence
+from radix_rl.engines.embedded.schedule.sequence import Sequence
 from radix_rl.types import GenerateRequest, SamplingParams
 
 REQUESTS = 32

@@ -247,7 +247,7 @@ def _check_folder(path: str) -> None:
 def _read_checkpoint(path: str) -> Iterator[WeightBucket]:
     """Through transformers, which turns a checkpoint's names into those of the model's parameters. The model
     that it builds shrinks as the buckets are taken, so that no second copy of it is ever whole."""
-    from radix_rl.engines.embedded.model_loader import load_checkpoint
+    from radix_rl.engines.embedded.forward.model import load_checkpoint
 
     try:
         with _loading:

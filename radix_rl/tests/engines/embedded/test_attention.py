@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from radix_rl.engines.embedded.attention import slot_attention, slot_mask
-from radix_rl.engines.embedded.kv_slots import SlotCache
+from radix_rl.engines.embedded.cache.slots import SlotCache
+from radix_rl.engines.embedded.forward.attention import slot_attention, slot_mask
 from radix_rl.engines.embedded.step import ForwardStep, Segment, running_step
 
 HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH = 4, 2, 8, 6

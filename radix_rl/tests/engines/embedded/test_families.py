@@ -11,10 +11,14 @@ import torch
 import transformers as tf
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from radix_rl.engines.embedded.experts import grouped_experts, sorted_experts_forward, use_sorted_experts
-from radix_rl.engines.embedded.module_overheads import cut_overheads
-from radix_rl.engines.embedded.routers import registry
-from radix_rl.engines.embedded.routers.base import RouterAdapter
+from radix_rl.engines.embedded.capture.routers import registry
+from radix_rl.engines.embedded.capture.routers.base import RouterAdapter
+from radix_rl.engines.embedded.shortcuts.direct_calls import cut_overheads
+from radix_rl.engines.embedded.shortcuts.experts import (
+    grouped_experts,
+    sorted_experts_forward,
+    use_sorted_experts,
+)
 from radix_rl.errors import ConfigurationError
 
 COMMON = {

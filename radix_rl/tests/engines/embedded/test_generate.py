@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from radix_rl.engines.embedded.capture import RowCapture
+from radix_rl.engines.embedded.capture.rows import RowCapture
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.engines.embedded.step import ForwardStep
 from radix_rl.errors import (

@@ -11,7 +11,7 @@ import transformers as tf
 
 from radix_rl.buckets.bucket import pack_buckets
 from radix_rl.engines.embedded.engine import EmbeddedEngine
-from radix_rl.engines.embedded.float32_products import Float32Products
+from radix_rl.engines.embedded.shortcuts.float32 import Float32Products
 from radix_rl.errors import ConfigurationError
 
 

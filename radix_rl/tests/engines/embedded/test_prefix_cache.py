@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from radix_rl.buckets.bucket import pack_buckets
-from radix_rl.engines.embedded.kv_slots import SlotCache
-from radix_rl.engines.embedded.prefix_cache import PrefixCache
+from radix_rl.engines.embedded.cache.prefixes import PrefixCache
+from radix_rl.engines.embedded.cache.slots import SlotCache
 
 
 async def test_second_turn_reuses_the_first_and_returns_its_rows(

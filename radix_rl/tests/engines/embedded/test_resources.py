@@ -19,11 +19,11 @@ from transformers import (
 )
 
 from radix_rl.buckets.bucket import pack_buckets
+from radix_rl.engines.embedded.cache.freed_memory import give_back
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
 from radix_rl.engines.embedded.engine import EmbeddedEngine
-from radix_rl.engines.embedded.freed_memory import give_back
 from radix_rl.engines.embedded.outputs import build_output
-from radix_rl.engines.embedded.sequence import Sequence
+from radix_rl.engines.embedded.schedule.sequence import Sequence
 from radix_rl.types import FinishReason
 from radix_transfer_plugins import OutputStore, StoreRef, TokenOutputStash, create_backend
 

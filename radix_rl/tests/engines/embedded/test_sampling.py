@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from radix_rl.engines.embedded import sampler, sampling_batch
-from radix_rl.engines.embedded.sampler import Sampler
-from radix_rl.engines.embedded.sampling_batch import SamplingBatch
-from radix_rl.engines.embedded.sequence import Sequence
-from radix_rl.engines.embedded.uniform import uniform
+from radix_rl.engines.embedded.sampling import batch as sampling_batch
+from radix_rl.engines.embedded.sampling import sampler
+from radix_rl.engines.embedded.sampling.batch import SamplingBatch
+from radix_rl.engines.embedded.sampling.sampler import Sampler
+from radix_rl.engines.embedded.sampling.uniform import uniform
+from radix_rl.engines.embedded.schedule.sequence import Sequence
 
 PROBS = [0.4, 0.3, 0.2, 0.1]
 

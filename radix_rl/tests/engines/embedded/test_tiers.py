@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from radix_rl.engines.embedded import runner
-from radix_rl.engines.embedded.kv_slots import SlotCache
-from radix_rl.engines.embedded.segments import cut_segments
-from radix_rl.engines.embedded.sequence import Sequence
-from radix_rl.engines.embedded.slot_table import SlotTable, tier_ends
+from radix_rl.engines.embedded.cache.slots import SlotCache
+from radix_rl.engines.embedded.forward import runner
+from radix_rl.engines.embedded.forward.segments import cut_segments
+from radix_rl.engines.embedded.schedule.sequence import Sequence
+from radix_rl.engines.embedded.schedule.slot_table import SlotTable, tier_ends
 from radix_rl.types import GenerateRequest, SamplingParams
 
 

@@ -7,13 +7,13 @@ from transformers import AutoConfig, PreTrainedModel
 
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_rl.engines.base import EngineInfo
+from radix_rl.engines.embedded.cache.slots import STRIDE_MULTIPLE
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
 from radix_rl.engines.embedded.core import EngineCore
-from radix_rl.engines.embedded.float32_products import Float32Products, cpu_lacks_bfloat16
-from radix_rl.engines.embedded.kv_slots import STRIDE_MULTIPLE
-from radix_rl.engines.embedded.model_loader import load_model
-from radix_rl.engines.embedded.module_overheads import cut_overheads
-from radix_rl.engines.embedded.runner import ModelRunner
+from radix_rl.engines.embedded.forward.model import load_model
+from radix_rl.engines.embedded.forward.runner import ModelRunner
+from radix_rl.engines.embedded.shortcuts.direct_calls import cut_overheads
+from radix_rl.engines.embedded.shortcuts.float32 import Float32Products, cpu_lacks_bfloat16
 from radix_rl.errors import ConfigurationError
 from radix_transfer_plugins import OutputStore, create_backend
 from radix_transfer_plugins.codecs.base import Codec

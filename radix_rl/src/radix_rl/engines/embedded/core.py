@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 from radix_rl.engines.base import PauseMode
-from radix_rl.engines.embedded.finish import FinishCheck
-from radix_rl.engines.embedded.float32_products import Float32Products
-from radix_rl.engines.embedded.freed_memory import give_back
-from radix_rl.engines.embedded.prefix_cache import PrefixCache
-from radix_rl.engines.embedded.runner import ModelRunner
-from radix_rl.engines.embedded.sampler import Sampled, Sampler
-from radix_rl.engines.embedded.sampling_batch import SamplingBatch
-from radix_rl.engines.embedded.sequence import Sequence, SequenceState
-from radix_rl.engines.embedded.shared_prefixes import SharedPrefixes
-from radix_rl.engines.embedded.slot_table import SlotTable
+from radix_rl.engines.embedded.cache.freed_memory import give_back
+from radix_rl.engines.embedded.cache.prefixes import PrefixCache
+from radix_rl.engines.embedded.forward.runner import ModelRunner
+from radix_rl.engines.embedded.sampling.batch import SamplingBatch
+from radix_rl.engines.embedded.sampling.sampler import Sampled, Sampler
+from radix_rl.engines.embedded.schedule.finish import FinishCheck
+from radix_rl.engines.embedded.schedule.sequence import Sequence, SequenceState
+from radix_rl.engines.embedded.schedule.shared_prefixes import SharedPrefixes
+from radix_rl.engines.embedded.schedule.slot_table import SlotTable
+from radix_rl.engines.embedded.shortcuts.float32 import Float32Products
 from radix_rl.engines.embedded.stats import EngineStats
 from radix_rl.engines.embedded.weights import WeightUpdater
 from radix_rl.errors import EngineError, EngineStateError, RequestError

@@ -17,10 +17,10 @@ from radix_rl.engines.embedded.config import EmbeddedEngineConfig
 from radix_rl.engines.embedded.core import EngineCore
 from radix_rl.engines.embedded.outbox import Outbox
 from radix_rl.engines.embedded.outputs import build_output
-from radix_rl.engines.embedded.sequence import Sequence
+from radix_rl.engines.embedded.sampling.uniform import row_keys
+from radix_rl.engines.embedded.schedule.limits import RequestLimits
+from radix_rl.engines.embedded.schedule.sequence import Sequence
 from radix_rl.engines.embedded.stats import EngineStats
-from radix_rl.engines.embedded.uniform import row_keys
-from radix_rl.engines.embedded.validation import RequestLimits
 from radix_rl.engines.embedded.worker import Worker
 from radix_rl.errors import ConfigurationError, EngineDeadError, EngineStateError
 from radix_rl.openmp_pool import end_pool

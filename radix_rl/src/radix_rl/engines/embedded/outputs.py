@@ -4,7 +4,7 @@ import asyncio
 
 from radix_engine_plugins.collector import TokenOutputCollector
 from radix_engine_plugins.writer import OutputStoreWriter
-from radix_rl.engines.embedded.sequence import Sequence
+from radix_rl.engines.embedded.schedule.sequence import Sequence
 from radix_rl.types import GenerateOutput
 from radix_transfer_plugins import TokenOutputStash
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from radix_rl.engines.embedded.kv_slots import SlotCache, SlotTensor
+from radix_rl.engines.embedded.cache.slots import SlotCache, SlotTensor
 
 _T = TypeVar("_T")
 _active = threading.local()

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from radix_rl.engines.embedded.routers.base import Record, RouterAdapter
+from radix_rl.engines.embedded.capture.routers.base import Record, RouterAdapter
 
 
 class RouterScoresAdapter(RouterAdapter):

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from radix_rl.engines.embedded.bare_forward import use_bare_forward
-from radix_rl.engines.embedded.short_norms import use_short_norms
-from radix_rl.engines.embedded.short_rotary import use_short_rotary
+from radix_rl.engines.embedded.shortcuts.bare_forward import use_bare_forward
+from radix_rl.engines.embedded.shortcuts.norms import use_short_norms
+from radix_rl.engines.embedded.shortcuts.rotary import use_short_rotary
 
 
 def cut_overheads(model: PreTrainedModel) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Sequence as Rows
 import numpy as np
 import torch
 
-from radix_rl.engines.embedded.sequence import Sequence
-from radix_rl.engines.embedded.uniform import uniform
+from radix_rl.engines.embedded.sampling.uniform import uniform
+from radix_rl.engines.embedded.schedule.sequence import Sequence
 
 _SEED_MASK = (1 << 64) - 1
 _TOKENS_AHEAD = 16

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from radix_engine_plugins.logprobs import floored
-from radix_rl.engines.embedded.sampling_batch import SamplingBatch
+from radix_rl.engines.embedded.sampling.batch import SamplingBatch
 from radix_rl.types import LOGPROB_FLOOR
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from being sampled, and does not keep stop strings from matching.
 
 from typing import Any
 
-from radix_rl.engines.embedded.sequence import Sequence
+from radix_rl.engines.embedded.schedule.sequence import Sequence
 from radix_rl.types import FinishReason
 
 

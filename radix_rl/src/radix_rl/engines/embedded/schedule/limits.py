@@ -1,6 +1,6 @@
 """Checks a request before it enters the queue, so that what can never be answered fails at once."""
 
-from radix_rl.engines.embedded.kv_slots import round_up_tokens
+from radix_rl.engines.embedded.cache.slots import round_up_tokens
 from radix_rl.errors import RequestError
 from radix_rl.types import GenerateRequest, SamplingParams
 

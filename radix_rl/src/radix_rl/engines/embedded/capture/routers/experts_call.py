@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from radix_rl.engines.embedded.routers.base import Record, RouterAdapter
+from radix_rl.engines.embedded.capture.routers.base import Record, RouterAdapter
 
 _INDEX_NAMES = frozenset({"top_k_index", "topk_indices", "router_indices", "selected_experts"})
 

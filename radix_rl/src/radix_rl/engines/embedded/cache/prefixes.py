@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from radix_rl.engines.embedded.kv_slots import SlotCache
+from radix_rl.engines.embedded.cache.slots import SlotCache
 
 _SPARE_FRACTION = 0.1
 """Evictions free at least this part of the cache, so that they are rare."""

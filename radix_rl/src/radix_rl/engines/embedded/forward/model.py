@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
-from radix_rl.engines.embedded.attention import ATTENTION_NAME, register_attention
+from radix_rl.engines.embedded.cache.slots import STRIDE_MULTIPLE
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
-from radix_rl.engines.embedded.experts import use_sorted_experts
-from radix_rl.engines.embedded.kv_slots import STRIDE_MULTIPLE
+from radix_rl.engines.embedded.forward.attention import ATTENTION_NAME, register_attention
+from radix_rl.engines.embedded.shortcuts.experts import use_sorted_experts
 from radix_rl.errors import ConfigurationError
 from radix_rl.model_layers import decoder_layers
 

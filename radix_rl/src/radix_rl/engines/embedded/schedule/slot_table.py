@@ -8,8 +8,8 @@ in tiers, the longest in the first, so that attention need not read as many keys
 from collections.abc import Iterator
 from itertools import pairwise
 
-from radix_rl.engines.embedded.kv_slots import SlotCache, required_stride
-from radix_rl.engines.embedded.sequence import Sequence, SequenceState
+from radix_rl.engines.embedded.cache.slots import SlotCache, required_stride
+from radix_rl.engines.embedded.schedule.sequence import Sequence, SequenceState
 
 _FIRST_TIER = 8
 """Slots of the first tier; all tiers up to one together have as many slots as the next."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from radix_rl.engines.embedded.kv_slots import SlotCache, SlotTensor
+from radix_rl.engines.embedded.cache.slots import SlotCache, SlotTensor
 from radix_rl.engines.embedded.step import ForwardStep
 
 

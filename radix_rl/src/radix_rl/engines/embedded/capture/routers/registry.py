@@ -4,9 +4,9 @@ import re
 
 import torch
 
-from radix_rl.engines.embedded.routers.base import RouterAdapter
-from radix_rl.engines.embedded.routers.experts_call import ExpertsCallAdapter
-from radix_rl.engines.embedded.routers.router_scores import RouterScoresAdapter
+from radix_rl.engines.embedded.capture.routers.base import RouterAdapter
+from radix_rl.engines.embedded.capture.routers.experts_call import ExpertsCallAdapter
+from radix_rl.engines.embedded.capture.routers.router_scores import RouterScoresAdapter
 from radix_rl.errors import ConfigurationError
 
 _ADAPTERS: list[RouterAdapter] = [ExpertsCallAdapter(), RouterScoresAdapter()]

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from radix_rl.engines.embedded.prefix_cache import common_length
-from radix_rl.engines.embedded.sequence import Sequence
+from radix_rl.engines.embedded.cache.prefixes import common_length
+from radix_rl.engines.embedded.schedule.sequence import Sequence
 
 _MIN_SHARED_TOKENS = 16
 """Waiting a step costs more than computing fewer tokens than this again."""

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from radix_rl.engines.embedded.capture import RowCapture
-from radix_rl.engines.embedded.indexers import attach_indexers
-from radix_rl.engines.embedded.kv_slots import SlotCache, tensor_bytes_per_token
-from radix_rl.engines.embedded.model_loader import LoadedModel, counts_positions_in_cache
-from radix_rl.engines.embedded.routers.registry import find_routers
-from radix_rl.engines.embedded.segments import CPU_WORTH_A_CUT_BYTES, cut_segments
-from radix_rl.engines.embedded.sequence import Sequence, SequenceState
+from radix_rl.engines.embedded.cache.slots import SlotCache, tensor_bytes_per_token
+from radix_rl.engines.embedded.capture.indexers import attach_indexers
+from radix_rl.engines.embedded.capture.routers.registry import find_routers
+from radix_rl.engines.embedded.capture.rows import RowCapture
+from radix_rl.engines.embedded.forward.model import LoadedModel, counts_positions_in_cache
+from radix_rl.engines.embedded.forward.segments import CPU_WORTH_A_CUT_BYTES, cut_segments
+from radix_rl.engines.embedded.forward.step_cache import ProbeCache, StepCache, allocate_layers
+from radix_rl.engines.embedded.schedule.sequence import Sequence, SequenceState
 from radix_rl.engines.embedded.step import ForwardStep, Segment, running_step
-from radix_rl.engines.embedded.step_cache import ProbeCache, StepCache, allocate_layers
 from radix_rl.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from radix_rl.engines.embedded.experts import by_input, grouped_experts, sorted_experts_forward
-from radix_rl.engines.embedded.module_overheads import own_class
+from radix_rl.engines.embedded.shortcuts.direct_calls import own_class
+from radix_rl.engines.embedded.shortcuts.experts import by_input, grouped_experts, sorted_experts_forward
 
 
 def cpu_lacks_bfloat16() -> bool:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from radix_rl.engines.embedded.kv_slots import SlotCache
-from radix_rl.engines.embedded.routers.base import Record
+from radix_rl.engines.embedded.cache.slots import SlotCache
+from radix_rl.engines.embedded.capture.routers.base import Record
 from radix_rl.engines.embedded.step import ForwardStep, recorded_step
 
 _KEPT_ELEMENTS = 1 << 16

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
-from radix_rl.engines.embedded.slot_table import tier_ends
+from radix_rl.engines.embedded.schedule.slot_table import tier_ends
 from radix_rl.engines.embedded.step import Segment
 
 CPU_WORTH_A_CUT_BYTES = 1 << 19
