@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from radix_rl.engines.base import EngineInfo
-from radix_rl.server.generate_body import parse_generate
+from radix_rl.server.generation.body import parse_generate
 from radix_transfer_plugins import StoreRef, TokenOutputStash
 
 
@@ -219,7 +219,7 @@ def test_fields_of_sglang_that_change_nothing_are_accepted(server):
 
 def test_samples_with_one_seed_get_seeds_of_their_own():
     from radix_rl.engines.base import EngineInfo
-    from radix_rl.server.generate_body import parse_generate
+    from radix_rl.server.generation.body import parse_generate
 
     info = EngineInfo(model_path="", weight_version="", context_length=10, vocab_size=10, num_layers=1)
     body = json.dumps(

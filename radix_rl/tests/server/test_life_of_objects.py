@@ -146,7 +146,7 @@ def test_an_answer_that_cannot_be_built_leaves_no_object(server, monkeypatch):
     def broken(*_, **__):
         raise KeyError("tokenizer file is damaged")
 
-    monkeypatch.setattr("radix_rl.server.generate_renderer.final_text", broken)
+    monkeypatch.setattr("radix_rl.server.generation.renderer.final_text", broken)
     response = server.generate(text="ab", sampling_params={"n": 2, "max_new_tokens": 1}, **STORED)
 
     assert response.status_code == 500

@@ -1,7 +1,7 @@
 """Text of a growing answer."""
 
-from radix_rl.server.sampling import TextOptions
-from radix_rl.server.text import GrowingText
+from radix_rl.server.generation.sampling import TextOptions
+from radix_rl.server.generation.text import GrowingText
 
 
 class Letters:

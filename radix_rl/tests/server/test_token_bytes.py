@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from radix_rl.server.token_bytes import token_bytes, token_text
+from radix_rl.server.generation.token_bytes import token_bytes, token_text
 
 
 @pytest.fixture(scope="module")

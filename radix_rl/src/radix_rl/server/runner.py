@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from radix_rl.errors import ConfigurationError
-from radix_rl.server.exchange import TRANSPORT
+from radix_rl.server.generation.exchange import TRANSPORT
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from starlette.requests import Request
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_rl.engines.base import Engine
 from radix_rl.errors import ConfigurationError, RequestError
-from radix_rl.server.generate_body import Item
+from radix_rl.server.generation.body import Item
 from radix_rl.server.metrics import ServerMetrics
 from radix_rl.server.settings import ServerSettings
-from radix_rl.server.update_groups import UpdateGroups
-from radix_rl.server.weight_update import WeightUpdate
+from radix_rl.server.weights.groups import UpdateGroups
+from radix_rl.server.weights.update import WeightUpdate
 from radix_rl.types import GenerateRequest
 
 

@@ -4,9 +4,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radix_rl.server.exchange import Exchange
-from radix_rl.server.generate_body import parse_generate
-from radix_rl.server.generate_renderer import GenerateRenderer
+from radix_rl.server.generation.body import parse_generate
+from radix_rl.server.generation.exchange import Exchange
+from radix_rl.server.generation.renderer import GenerateRenderer
 from radix_rl.server.state import state_of
 
 router = APIRouter()

@@ -9,10 +9,16 @@ from starlette.responses import Response
 
 from radix_rl.server.body import decode_object
 from radix_rl.server.errors import json_response
-from radix_rl.server.exchange import Exchange
-from radix_rl.server.generate_body import build_call
-from radix_rl.server.openai.bodies import ChatBody, CompletionBody, chat_call, completion_call, parse_body
-from radix_rl.server.openai.renderers import ChatRenderer, CompletionRenderer
+from radix_rl.server.generation.body import build_call
+from radix_rl.server.generation.exchange import Exchange
+from radix_rl.server.generation.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    chat_call,
+    completion_call,
+    parse_body,
+)
+from radix_rl.server.generation.openai.renderers import ChatRenderer, CompletionRenderer
 from radix_rl.server.state import ServerState, state_of
 
 router = APIRouter()

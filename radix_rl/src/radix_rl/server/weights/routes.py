@@ -23,7 +23,7 @@ from radix_rl.openmp_pool import torch_in_thread
 from radix_rl.server.body import read_body
 from radix_rl.server.errors import json_response
 from radix_rl.server.state import ServerState, state_of
-from radix_rl.server.weight_bodies import (
+from radix_rl.server.weights.bodies import (
     BeginBody,
     DestroyGroupBody,
     DiskBody,

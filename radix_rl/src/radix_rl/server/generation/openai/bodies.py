@@ -7,7 +7,7 @@ import msgspec
 
 from radix_rl.errors import RequestError
 from radix_rl.server.body import BodyError
-from radix_rl.server.sampling import refuse_unsupported
+from radix_rl.server.generation.sampling import refuse_unsupported
 
 _NONE = (None, [], {}, "")
 _NO = (None, False)
