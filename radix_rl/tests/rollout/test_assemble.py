@@ -6,7 +6,7 @@ import pytest
 
 from radix_rl.errors import ReplayError
 from radix_rl.rollout.sample import Sample
-from radix_rl.train.assemble import assemble_replay, delete_refs
+from radix_rl.train.replay.assemble import assemble_replay, delete_refs
 from radix_rl.types import SamplingParams
 from radix_transfer_plugins import OutputStore, TokenOutputStash
 

@@ -6,7 +6,7 @@ import pytest
 from radix_rl.errors import EngineError, ReplayError
 from radix_rl.rollout.refs import delete_refs
 from radix_rl.rollout.session import Session
-from radix_rl.train.assemble import assemble_replay
+from radix_rl.train.replay.assemble import assemble_replay
 from radix_rl.types import SamplingParams
 
 THREE = SamplingParams(max_new_tokens=3)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from radix_rl.train.advantages import ESTIMATORS, compute_advantages
+from radix_rl.train.advantages.registry import ESTIMATORS, compute_advantages
 
 GROUPS = [0, 0, 0, 7, 7, 3]
 REWARDS = [1.0, 0.0, 2.0, 4.0, 4.0, 5.0]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from radix_rl.config.rollout import SamplingConfig
 from radix_rl.errors import ConfigurationError, ReplayError
 from radix_rl.train.batch import TrainSample, collate
-from radix_rl.train.logprobs import response_logprobs
+from radix_rl.train.objective.logprobs import response_logprobs
 from radix_rl.train.replay.counts import ReplayCounts
 from radix_rl.train.replay.experts import RouterReplay
 from radix_rl.train.replay.router_weights import FAMILIES, find_replay_routers

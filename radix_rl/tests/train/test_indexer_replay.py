@@ -11,7 +11,7 @@ from radix_rl.config.rollout import SamplingConfig
 from radix_rl.errors import ConfigurationError, ReplayError
 from radix_rl.model_layers import decoder_layers, find_indexers
 from radix_rl.train.batch import TrainSample, collate
-from radix_rl.train.logprobs import response_logprobs
+from radix_rl.train.objective.logprobs import response_logprobs
 from radix_rl.train.replay.counts import ReplayCounts
 from radix_rl.train.replay.indexers import IndexerReplay
 

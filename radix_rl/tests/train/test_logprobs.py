@@ -8,9 +8,9 @@ import torch
 
 from radix_rl.config.rollout import SamplingConfig
 from radix_rl.errors import ReplayError
-from radix_rl.train import logprobs
 from radix_rl.train.batch import SamplingMask, TrainSample, collate
-from radix_rl.train.logprobs import KeptIds, response_logprobs, token_logprobs
+from radix_rl.train.objective import logprobs
+from radix_rl.train.objective.logprobs import KeptIds, response_logprobs, token_logprobs
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
 

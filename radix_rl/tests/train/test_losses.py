@@ -14,9 +14,9 @@ from radix_rl.config.algorithm import (
     PpoClipLossConfig,
     TruncatedCorrectionConfig,
 )
-from radix_rl.train.correction import correction_weights
-from radix_rl.train.losses import kl_to_reference, policy_loss
-from radix_rl.train.reduction import loss_scales
+from radix_rl.train.objective.correction import correction_weights
+from radix_rl.train.objective.losses import kl_to_reference, policy_loss
+from radix_rl.train.plan.loss_scales import loss_scales
 
 
 def logs(*ratios):

@@ -5,7 +5,7 @@ import pytest
 from radix_rl.rollout.replay_index import ReplayIndex
 from radix_rl.rollout.sample import Sample
 from radix_rl.train.distributed import share_out
-from radix_rl.train.step_plan import SampleTask
+from radix_rl.train.plan.step_plan import SampleTask
 from radix_rl.types import FinishReason
 
 

@@ -9,7 +9,7 @@ import torch
 
 from radix_rl.errors import DataError, TrainingError
 from radix_rl.launch.store import open_run_store
-from radix_rl.train import rank
+from radix_rl.train import rank_trainer as rank
 from radix_rl.train.distributed import DistributedTrainer
 from radix_rl.train.run import train
 from radix_rl.train.worker import PolicyWorker

@@ -9,7 +9,7 @@ import pytest
 
 from radix_rl.errors import EngineError
 from radix_rl.launch.store import open_run_store
-from radix_rl.train import rank
+from radix_rl.train import rank_trainer as rank
 from radix_rl.train.run import train
 from radix_transfer_plugins.errors import StoreUnavailableError
 from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster

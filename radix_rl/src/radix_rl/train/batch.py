@@ -35,7 +35,7 @@ class TrainSample(msgspec.Struct, kw_only=True, eq=False):
     advantage: float
     """Of every response token."""
     loss_scale: float
-    """Weight of each counted token in the minibatch's loss, see `radix_rl.train.reduction`."""
+    """Weight of each counted token in the minibatch's loss, see `radix_rl.train.plan.loss_scales`."""
     routed_experts: np.ndarray | None = None
     """`[N - 1, layers, top_k]` int32, row t = choices made while token t went through; -1 where there is
     none."""

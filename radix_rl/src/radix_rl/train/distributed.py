@@ -29,10 +29,10 @@ from radix_rl.launch.store import RunStore
 from radix_rl.model_layers import decoder_layers
 from radix_rl.rollout.sample import decode_samples, encode_samples
 from radix_rl.train.checkpoint import RunState
-from radix_rl.train.plan import assign_to_ranks
-from radix_rl.train.rank import RankTrainer, build_rank
-from radix_rl.train.ranks import ProcessRanks
-from radix_rl.train.step_plan import SampleTask
+from radix_rl.train.collectives import ProcessRanks
+from radix_rl.train.plan.share_out import assign_to_ranks
+from radix_rl.train.plan.step_plan import SampleTask
+from radix_rl.train.rank_trainer import RankTrainer, build_rank
 from radix_transfer_plugins import OutputStore, create_backend
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)

@@ -18,7 +18,7 @@ from radix_rl.rollout.metrics import rollout_metrics
 from radix_rl.rollout.refs import delete_refs, in_thread_to_end
 from radix_rl.rollout.sample import Sample
 from radix_rl.train.checkpoint import RunState
-from radix_rl.train.step_plan import SampleTask, plan_step
+from radix_rl.train.plan.step_plan import SampleTask, plan_step
 from radix_rl.weights.sync import WeightSynchronizer
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from radix_rl.rollout.generation import RolloutGenerator
 from radix_rl.train.checkpoint import RunState, find_checkpoint, read_state
 from radix_rl.train.interrupt import run_until_interrupted
 from radix_rl.train.loop import Log, RunParts, Trainer, run_steps
-from radix_rl.train.rank import build_rank
+from radix_rl.train.rank_trainer import build_rank
 from radix_rl.weights.checkpoint_names import CheckpointNames
 from radix_rl.weights.sync import WeightSynchronizer
 from radix_rl.weights.transports.factory import create_transport

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from radix_rl.config import RunConfig
 from radix_rl.errors import TrainingError
 from radix_rl.train.batch import TrainBatch, TrainSample, collate, split_microbatches
-from radix_rl.train.correction import correction_weights
-from radix_rl.train.gap import GapSums
-from radix_rl.train.logprobs import response_logprobs
-from radix_rl.train.losses import kl_to_reference, policy_loss
-from radix_rl.train.ranks import Ranks
+from radix_rl.train.collectives import Ranks
+from radix_rl.train.objective.correction import correction_weights
+from radix_rl.train.objective.logprobs import response_logprobs
+from radix_rl.train.objective.losses import kl_to_reference, policy_loss
+from radix_rl.train.objective.mismatch import GapSums
 from radix_rl.train.replay.counts import ReplayCounts
 from radix_rl.train.replay.experts import RouterReplay
 from radix_rl.train.replay.hooked import HookedReplay

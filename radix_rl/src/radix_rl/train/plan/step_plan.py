@@ -6,9 +6,9 @@ import msgspec
 
 from radix_rl.config import RunConfig
 from radix_rl.rollout.sample import Sample
-from radix_rl.train.advantages import compute_advantages
-from radix_rl.train.plan import split_minibatches
-from radix_rl.train.reduction import loss_scales
+from radix_rl.train.advantages.registry import compute_advantages
+from radix_rl.train.plan.loss_scales import loss_scales
+from radix_rl.train.plan.share_out import split_minibatches
 
 
 class SampleTask(msgspec.Struct, frozen=True, kw_only=True, eq=False):

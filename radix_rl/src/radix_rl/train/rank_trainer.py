@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from radix_rl.config import RunConfig
 from radix_rl.openmp_pool import pool_ended_after
-from radix_rl.train.assemble import assemble_replay
 from radix_rl.train.batch import TrainSample, make_train_sample
 from radix_rl.train.checkpoint import RunState, restore_worker, save_checkpoint
+from radix_rl.train.collectives import Ranks
+from radix_rl.train.plan.step_plan import SampleTask
 from radix_rl.train.policy import load_policy, load_reference
-from radix_rl.train.ranks import Ranks
-from radix_rl.train.step_plan import SampleTask
+from radix_rl.train.replay.assemble import assemble_replay
 from radix_rl.train.worker import PolicyWorker
 from radix_rl.weights.sync import named_weights
 from radix_transfer_plugins import OutputStore

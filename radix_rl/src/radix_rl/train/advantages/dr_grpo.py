@@ -3,7 +3,7 @@ prompts."""
 
 import numpy as np
 
-from radix_rl.train.algorithms.groups import group_mean_and_count
+from radix_rl.train.advantages.groups import group_mean_and_count
 
 
 def advantages(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:

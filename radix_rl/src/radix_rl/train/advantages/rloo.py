@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from radix_rl.train.algorithms.groups import group_mean_and_count
+from radix_rl.train.advantages.groups import group_mean_and_count
 
 
 def advantages(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
