@@ -21,9 +21,9 @@ from radix_transfer_plugins.errors import (
     OutputStoreError,
     RefError,
 )
+from radix_transfer_plugins.huge_pages import new_array
 from radix_transfer_plugins.keys import KeySource, check_prefix, is_field_name
-from radix_transfer_plugins.memory import new_array
-from radix_transfer_plugins.plan import (
+from radix_transfer_plugins.read_plan import (
     FieldRead,
     ReadRequest,
     RowRanges,

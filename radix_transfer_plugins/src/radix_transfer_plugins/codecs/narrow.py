@@ -8,7 +8,7 @@ import numpy as np
 
 from radix_transfer_plugins.codecs.base import Buffer, Codec
 from radix_transfer_plugins.errors import CodecError, ConfigError, CorruptObjectError, RefError
-from radix_transfer_plugins.memory import new_array
+from radix_transfer_plugins.huge_pages import new_array
 
 MAX_IDS = 65535
 _BLOCK_ITEMS = 1 << 18
