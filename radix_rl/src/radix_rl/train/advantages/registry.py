@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from radix_rl.train.advantages.registry import dr_grpo, grpo, reinforce_pp, rloo
+from radix_rl.train.advantages import dr_grpo, grpo, reinforce_pp, rloo
 
 Estimator = Callable[[np.ndarray, np.ndarray], np.ndarray]
 

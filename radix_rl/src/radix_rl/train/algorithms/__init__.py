@@ -1,2 +1,0 @@
-"""Advantage estimators, one module each: `advantages(rewards [n], group_ids [n]) -> [n]`, all float64
-numpy."""
