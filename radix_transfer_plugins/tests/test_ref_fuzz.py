@@ -147,8 +147,9 @@ def test_parsing_anything_gives_a_ref_or_a_ref_error(seed):
 
 @pytest.fixture(scope="module")
 def guarded():
-    """A store with objects below its prefix and beside it, which fails the test if it is asked for a key
-    outside.
+    """A store with objects below its prefix and beside it.
+
+    It fails the test if it is asked for a key outside.
     """
     backend = create_backend("memory", {"name": uuid.uuid4().hex})
     outside = [

@@ -69,8 +69,9 @@ def plan_reads(
 
 
 def require_readable(ref: StoreRef, backend: str, key_prefix: str) -> None:
-    """Raises RefError for a reference of another backend, KeyOutsidePrefixError for one that is out of
-    bounds.
+    """Refuse a reference that this store may not read.
+
+    Raises RefError for one of another backend, KeyOutsidePrefixError for a key outside `key_prefix`.
     """
     if not isinstance(ref, StoreRef):
         raise RefError(

@@ -52,7 +52,7 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     start_row: int = 0
     """Absolute row of the array's row 0 (see the row rule)."""
     checksum: str
-    """Of the encoded payload, "crc32:" and eight lower-case hex digits."""
+    """Checksum of the encoded payload: "crc32:" and eight lower-case hex digits."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -1,5 +1,7 @@
-"""Finds references in the responses of inference engines, so that readers need not know which one
-answered."""
+"""Finds references in the responses of inference engines.
+
+Readers need not know which engine answered.
+"""
 
 from collections.abc import Iterator
 from typing import Any

@@ -9,11 +9,11 @@ from radix_transfer_plugins.codecs.positions import PositionsCodec
 
 
 class TokenOutputStash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, eq=False):
-    """The replay outputs of one response. None means "not asked for"; zero rows is a legal answer and differs
-    from None.
+    """The replay outputs of one response.
 
-    Row i of the per-token fields holds the choices made while token `start_row + i` went through the model.
-    The sampling mask is in CSR form over the output tokens.
+    None means "not asked for"; zero rows is a legal answer and differs from None. Row i of the per-token
+    fields holds the choices made while token `start_row + i` went through the model. The sampling mask is in
+    CSR form over the output tokens.
     """
 
     routed_experts: np.ndarray | None = None

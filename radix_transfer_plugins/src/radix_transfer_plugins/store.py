@@ -103,12 +103,12 @@ class OutputStore:
         *,
         start_rows: Sequence[Mapping[str, int]] | None = None,
     ) -> list[StoreRef]:
-        """Store the stashes, all or nothing for the whole list; None fields are not stored. One goes to the
-        backend in one call, small ones in one call together.
+        """Store the stashes, all or nothing for the whole list; None fields are not stored.
 
-        `start_rows[i]` gives the absolute first row of fields of stash i (default 0). When this returns, the
-        data can be read by every client of the store. The arrays may be changed afterwards. Raises
-        CodecError, StoreFullError, StoreUnavailableError; then nothing of the list is left in the store.
+        A stash goes to the backend in one call, small ones in one call together. `start_rows[i]` gives the
+        absolute first row of fields of stash i (default 0). When this returns, the data can be read by every
+        client of the store. The arrays may be changed afterwards. Raises CodecError, StoreFullError,
+        StoreUnavailableError; then nothing of the list is left in the store.
         """
         if start_rows is not None and len(start_rows) != len(stashes):
             raise ConfigError(

@@ -105,7 +105,7 @@ _LENDING_METHODS = (
     "view",
     "ravel",
 )
-"""Their results are lent too, or need no copy."""
+"""Methods whose results are lent too, or need no copy."""
 _COPYING_METHODS = (
     *("__repr__", "__str__", "__bool__", "__int__", "__float__", "__index__", "__contains__", "__array__"),
     *(
@@ -137,7 +137,7 @@ _COPYING_METHODS = (
     *("cumsum", "cumprod", "dot", "take", "repeat", "searchsorted", "round", "clip", "compress", "choose"),
     *("diagonal", "trace"),
 )
-"""Their results are plain arrays or values that the caller owns."""
+"""Methods whose results are plain arrays or values that the caller owns."""
 for _name in _LENDING_METHODS:
     setattr(LentArray, _name, _guarded(_name))
 for _name in _COPYING_METHODS:
@@ -145,7 +145,7 @@ for _name in _COPYING_METHODS:
 
 
 class ReleasedView:
-    """What a stash of `get_many` holds in place of an array after the block.
+    """Placeholder for an array of a `get_many` stash after the block.
 
     Using it raises ReleasedViewError.
     """

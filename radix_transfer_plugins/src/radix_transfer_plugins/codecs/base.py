@@ -63,8 +63,7 @@ class Codec(ABC):
 
     @abstractmethod
     def check(self, dtype: np.dtype, shape: tuple[int, ...], stored_bytes: int, start_row: int = 0) -> None:
-        """Refuse, without reading, a byte count or dtype that no array of this shape can have. Raises
-        RefError.
+        """Refuse, without reading, a byte count or dtype that no array of this shape can have.
 
-        Takes constant time and memory whatever the numbers are: they may come from an enemy.
+        Raises RefError. Takes constant time and memory whatever the numbers are: they may come from an enemy.
         """

@@ -178,8 +178,9 @@ def _mark_ascending_prefixes(block: np.ndarray, first_position: int, complete: n
 
 
 def _pack(sets: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Payloads `[n, bytes]` uint8 of `sets` `[n, K]` of one payload length, and which of them are complete
-    `[n]` bool.
+    """Encode `sets` `[n, K]` of one payload length.
+
+    Returns their payloads `[n, bytes]` uint8, and which of them are complete, `[n]` bool.
     """
     num_sets, width = sets.shape
     if width == 0:
@@ -248,8 +249,9 @@ def _fill_complete(target: np.ndarray, complete: np.ndarray, first_position: int
 
 
 def _unpack(stored: np.ndarray, target: np.ndarray, wanted: np.ndarray, first_position: int) -> None:
-    """Decode the payloads `stored` of one length into the sets of `target` `[rows, sets, K]` that `wanted`
-    marks.
+    """Decode payloads of one length.
+
+    `stored` `[n, bytes]` uint8 goes into the sets of `target` `[rows, sets, K]` that `wanted` marks.
     """
     width = target.shape[2]
     if width == 0:

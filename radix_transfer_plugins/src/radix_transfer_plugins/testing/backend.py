@@ -60,8 +60,9 @@ class BackendConformance:
 
     @pytest.fixture
     def connect_small(self) -> Connect:
-        """As `connect`, of a store with room for `small_capacity_bytes` whose puts wait 1 to 5 seconds for
-        room.
+        """Connect to a store with room for `small_capacity_bytes`.
+
+        Its puts wait 1 to 5 seconds for room.
         """
         raise NotImplementedError("define the fixture `connect_small`")
 

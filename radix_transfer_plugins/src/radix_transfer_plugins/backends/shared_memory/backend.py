@@ -39,11 +39,10 @@ _CLOSE_TIMEOUT_S = 60.0
 
 
 class SharedMemoryBackend(Backend):
-    """Any number of processes of one user on one machine; a forked child may go on using its parent's
-    backend.
+    """Backend of any number of processes of one user on one machine.
 
-    `stats` and `capacity_bytes` count payload bytes. Every object also takes its header and the rest of a
-    page.
+    A forked child may go on using its parent's backend. `stats` and `capacity_bytes` count payload bytes.
+    Every object also takes its header and the rest of a page.
     """
 
     name: ClassVar[str] = "shared_memory"
@@ -322,9 +321,10 @@ def _write_sparse(file: int, offset: int, value: memoryview) -> None:
 
 
 def _info(file: int, name: str) -> ObjectInfo | None:
-    """What a list tells of an open object; of a damaged one what its name gives, so that it can be removed.
+    """Describe an open object for a list.
 
-    None: no key of ours can name it with certainty.
+    A damaged one is described by its file's name, so that it can be removed; None if no key of ours can name
+    it with certainty.
     """
     try:
         header = read_header(file, name)

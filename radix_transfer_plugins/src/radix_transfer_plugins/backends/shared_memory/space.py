@@ -47,7 +47,9 @@ class Claim:
 
 
 class Space:
-    """Safe for the threads of one process; a forked child needs a Space of its own. `close` frees the
+    """The folder of one store, opened by one process.
+
+    Safe for the threads of that process; a forked child needs a Space of its own. `close` frees the
     descriptors.
     """
 
