@@ -1,8 +1,11 @@
 """Advantage estimators against numbers worked out by hand."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
+from radix_rl.config.algorithm import AlgorithmConfig
 from radix_rl.train.advantages.registry import ESTIMATORS, compute_advantages
 
 GROUPS = [0, 0, 0, 7, 7, 3]
@@ -50,3 +53,7 @@ def test_group_estimators_do_not_depend_on_the_order_of_samples(name):
 def test_a_reward_that_is_not_finite_is_refused_with_its_sample(value):
     with pytest.raises(ValueError, match=r"reward of sample 1 \(group 9\)"):
         compute_advantages("grpo", [1.0, value], [9, 9])
+
+
+def test_every_estimator_that_can_be_configured_is_registered():
+    assert set(get_args(AlgorithmConfig.model_fields["advantage"].annotation)) == set(ESTIMATORS)

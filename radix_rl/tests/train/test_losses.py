@@ -1,6 +1,7 @@
 """Token losses, corrections and reductions against numbers worked out by hand."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -9,13 +10,15 @@ from radix_rl.config.algorithm import (
     CispoLossConfig,
     DapoLossConfig,
     GspoLossConfig,
+    LossConfig,
     MaskedCorrectionConfig,
     NoCorrectionConfig,
     PpoClipLossConfig,
     TruncatedCorrectionConfig,
 )
 from radix_rl.train.objective.correction import correction_weights
-from radix_rl.train.objective.losses import kl_to_reference, policy_loss
+from radix_rl.train.objective.kl import kl_to_reference
+from radix_rl.train.objective.losses.registry import LOSSES, policy_loss
 from radix_rl.train.plan.loss_scales import loss_scales
 
 
@@ -132,3 +135,8 @@ def test_sequence_weights_leave_masked_tokens_out():
 )
 def test_scales_divide_by_what_counts_after_masks(reduction, expected):
     assert loss_scales([2, 0, 4], reduction, max_new_tokens=10) == pytest.approx(expected)
+
+
+def test_every_loss_that_can_be_configured_is_registered():
+    variants = [get_args(variant)[0] for variant in get_args(get_args(LossConfig)[0])]
+    assert {variant().type for variant in variants} == set(LOSSES)

@@ -15,8 +15,9 @@ from radix_rl.errors import TrainingError
 from radix_rl.train.batch import TrainBatch, TrainSample, collate, split_microbatches
 from radix_rl.train.collectives import Ranks
 from radix_rl.train.objective.correction import correction_weights
+from radix_rl.train.objective.kl import kl_to_reference
 from radix_rl.train.objective.logprobs import response_logprobs
-from radix_rl.train.objective.losses import kl_to_reference, policy_loss
+from radix_rl.train.objective.losses.registry import policy_loss
 from radix_rl.train.objective.mismatch import GapSums
 from radix_rl.train.replay.counts import ReplayCounts
 from radix_rl.train.replay.experts import RouterReplay

@@ -1,5 +1,7 @@
-"""Dr.GRPO (Liu et al. 2025): reward minus the group's mean, without the division that favours easy and hard
-prompts."""
+"""Dr.GRPO (Liu et al. 2025): reward minus the group's mean.
+
+Without GRPO's division, which favours easy and hard prompts.
+"""
 
 import numpy as np
 

@@ -1,5 +1,4 @@
-"""Rollout correction: weights for tokens that the engine sampled under slightly other probabilities than the
-trainer's."""
+"""Rollout correction: weights for tokens whose probabilities differ between engine and trainer."""
 
 import torch
 

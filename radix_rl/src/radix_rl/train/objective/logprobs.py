@@ -1,5 +1,7 @@
-"""Log-probabilities of tokens under the distribution that they were sampled from: the engine's transforms,
-repeated."""
+"""Log-probabilities of tokens under the distribution that the engine sampled them from.
+
+The engine's temperature and truncation are repeated on the trainer's logits.
+"""
 
 from typing import NamedTuple
 
@@ -17,8 +19,9 @@ CHUNK_ROWS = 4096
 def response_logprobs(
     model: torch.nn.Module, batch: TrainBatch, sampling: SamplingConfig, *, replay_mask: bool = True
 ) -> torch.Tensor:
-    """One forward pass: `[b, t]` float32, log-probability of token t given those before it; 0 where
-    loss_mask is 0.
+    """One forward pass: `[b, t]` float32, log-probability of token t given those before it.
+
+    0 where loss_mask is 0.
 
     Where sampling truncates, the vocabulary that counts is the batch's sampling mask, or, without one or
     without `replay_mask`, what the transforms leave of this model's own distribution.

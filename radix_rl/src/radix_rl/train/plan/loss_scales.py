@@ -1,5 +1,4 @@
-"""How token losses add up to the loss of a minibatch: one weight for each sample's tokens, fixed before any
-forward pass.
+"""Weights by which token losses add up to the loss of a minibatch, fixed before any forward pass.
 
 With the weights given, a minibatch's loss is a plain sum over its tokens, so that microbatches and ranks
 only add up.
@@ -12,8 +11,9 @@ Reduction = Literal["token_mean", "sequence_mean", "constant"]
 
 
 def loss_scales(counted_tokens: Sequence[int], reduction: Reduction, max_new_tokens: int) -> list[float]:
-    """Weight of each counted token of each sample of one minibatch; `counted_tokens[i]` is sample i's sum of
-    loss_mask.
+    """The weight of each sample's counted tokens, for the samples of one minibatch.
+
+    `counted_tokens[i]` is sample i's sum of loss_mask.
 
     token_mean: 1 / all counted tokens. sequence_mean: 1 / (samples that count * the sample's counted tokens).
     constant: 1 / (samples * max_new_tokens), Dr.GRPO (Liu et al. 2025, section 3.1). A sample without

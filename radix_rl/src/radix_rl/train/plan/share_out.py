@@ -1,4 +1,4 @@
-"""Who computes what: samples to minibatches, and a minibatch's samples to ranks."""
+"""Division of samples into minibatches, and of a minibatch's samples over ranks."""
 
 import heapq
 import itertools
@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 
 def split_minibatches(num_samples: int, num_minibatches: int, seed: str) -> list[list[int]]:
-    """Sample positions in a random order that depends on `seed` alone, in parts whose sizes differ by at
-    most one."""
+    """Sample positions in a random order, in parts whose sizes differ by at most one.
+
+    The order depends on `seed` alone.
+    """
     order = list(range(num_samples))
     random.Random(seed).shuffle(order)
     bounds = [num_samples * part // num_minibatches for part in range(num_minibatches + 1)]

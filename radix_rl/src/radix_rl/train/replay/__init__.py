@@ -1,0 +1,9 @@
+"""Replay: the trainer's forward pass takes the choices that the engine recorded.
+
+assemble.py        recorded rows of samples as arrays: read once, only the rows in use
+hooked.py          the life of a replay by forward hooks on one microbatch
+experts.py         routing replay: the recorded experts of every MoE layer
+router_weights.py  how each family of routers weights the experts it is given
+indexers.py        indexer replay: the recorded positions of sparse attention
+counts.py          what replay counts over the microbatches of a step
+"""
