@@ -4,7 +4,7 @@ line here.
 
 BENCHMARKS = {
     "response_path": "benchmarks.store.response_path",
-    "indexer_topk": "benchmarks.store.indexer_topk",
+    "codecs": "benchmarks.store.codecs",
     "read_many_mooncake": "benchmarks.store.read_many_mooncake",
     "small_objects": "benchmarks.store.small_objects",
     "ray_object_store": "benchmarks.store.ray_object_store",

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from radix_transfer_plugins import FieldSpec, StoreRef
+from radix_transfer_plugins import FieldSpec, StoreRef, registry
 from radix_transfer_plugins.buffers import byte_view, checksum_of
 from radix_transfer_plugins.errors import RefError
 from radix_transfer_plugins.ref import DTYPES
@@ -50,11 +50,13 @@ def test_the_golden_reference_parses_and_is_written_the_same(golden_ref):
     }
 
 
-def test_the_golden_bytes_decode_to_the_golden_arrays_and_encode_the_same(golden_ref):
-    ref = StoreRef.from_builtins(golden_ref)
-    arrays = json.loads((GOLDEN / "arrays_v1.json").read_text())
+@pytest.mark.parametrize("folder", [GOLDEN, GOLDEN / "compact"], ids=["first", "compact"])
+def test_the_golden_bytes_decode_to_the_golden_arrays_and_encode_the_same(folder):
+    ref = StoreRef.from_builtins(json.loads((folder / "ref_v1.json").read_text()))
+    arrays = json.loads((folder / "arrays_v1.json").read_text())
+    assert set(arrays) == set(ref.fields)
     for name, spec in ref.fields.items():
-        data = (GOLDEN / f"{name}.bin").read_bytes()
+        data = (folder / f"{name}.bin").read_bytes()
         assert len(data) == spec.stored_bytes
         assert checksum_of(memoryview(data)) == spec.checksum
         array = np.array(arrays[name], spec.dtype).reshape(spec.shape)
@@ -62,6 +64,16 @@ def test_the_golden_bytes_decode_to_the_golden_arrays_and_encode_the_same(golden
         decoded = codec.decode(memoryview(data), spec.numpy_dtype, spec.shape, spec.start_row)
         assert np.array_equal(decoded, array)
         assert bytes(byte_view(codec.encode(array, spec.start_row))) == data
+
+
+@pytest.mark.parametrize("codec", ["experts", "position_blocks", "deltas"])
+def test_a_reader_of_the_first_codecs_alone_refuses_the_later_ones_by_name(codec, monkeypatch):
+    first = {name: places for name, places in registry._codecs._sources().items() if name != codec}
+    monkeypatch.setattr(registry._codecs, "_found", first)
+    monkeypatch.setattr(registry._codecs, "_classes", {})
+    golden = json.loads((GOLDEN / "compact" / "ref_v1.json").read_text())
+    with pytest.raises(RefError, match=f"unknown codec '{codec}'; known codecs: .*positions"):
+        StoreRef.from_builtins(golden)
 
 
 def test_a_ref_with_every_field_is_under_1000_bytes_at_full_size(golden_ref):
@@ -142,7 +154,11 @@ BAD_FIELDS = [
     ({"stored_bytes": 10**5000}, "", f"{FIELD}.stored_bytes"),
     ({"start_row": -1}, "got -1", f"{FIELD}.start_row"),
     ({"shape": [], "stored_bytes": 4, "start_row": 1}, "without rows", f"{FIELD}.start_row"),
-    ({"codec": "zip"}, "unknown codec 'zip'; known codecs: narrow, positions, raw", f"{FIELD}.codec"),
+    (
+        {"codec": "zip"},
+        "unknown codec 'zip'; known codecs: deltas, experts, narrow",
+        f"{FIELD}.codec",
+    ),
     ({"codec": "narrow"}, "{'ids': N}", f"{FIELD}.codec_config"),
     ({"codec": "narrow", "codec_config": {"ids": True}}, "got True", f"{FIELD}.codec_config"),
     ({"codec": "narrow", "codec_config": {"ids": 0}}, "got 0", f"{FIELD}.codec_config"),

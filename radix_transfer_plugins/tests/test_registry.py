@@ -43,7 +43,10 @@ def test_unknown_names_list_the_known_ones():
         ConfigError, match="unknown backend 'redis'; known backends: memory, mooncake, shared_memory"
     ):
         create_backend("redis")
-    with pytest.raises(ConfigError, match="unknown codec 'zip'; known codecs: narrow, positions, raw"):
+    with pytest.raises(
+        ConfigError,
+        match="unknown codec 'zip'; known codecs: deltas, experts, narrow",
+    ):
         registry.get_codec("zip")
 
 

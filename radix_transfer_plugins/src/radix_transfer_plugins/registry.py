@@ -111,7 +111,10 @@ _codecs = _Registry(
     {
         "raw": "radix_transfer_plugins.codecs.raw:RawCodec",
         "narrow": "radix_transfer_plugins.codecs.narrow:NarrowCodec",
+        "experts": "radix_transfer_plugins.codecs.experts:ExpertsCodec",
+        "deltas": "radix_transfer_plugins.codecs.deltas:DeltasCodec",
         "positions": "radix_transfer_plugins.codecs.positions:PositionsCodec",
+        "position_blocks": "radix_transfer_plugins.codecs.positions:PositionBlocksCodec",
     },
 )
 
