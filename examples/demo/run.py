@@ -61,9 +61,9 @@ def run_demo(overrides: Sequence[str]) -> int:
     from transformers.utils.logging import disable_progress_bar
     from warm_start import STEPS, warm_start
 
-    from radix_rl.cli.train import run_training
     from radix_rl.config import load_config
-    from radix_rl.observe.summary import read_summary, write_summary
+    from radix_rl.observe.summary import write_summary
+    from radix_rl.train.run import train
 
     config = load_config(CONFIG, [f"output_dir={ROOT / 'runs/demo'}", *overrides])
     folder = config.output_dir
@@ -78,8 +78,7 @@ def run_demo(overrides: Sequence[str]) -> int:
     console.print(
         f"warm start: {parameters / 1e6:.2f} million parameters, {time.perf_counter() - started:.0f} s"
     )
-    run_training(config)
-    measured = read_summary(folder) | {"seconds": time.perf_counter() - started}
+    measured = train(config).summary | {"seconds": time.perf_counter() - started}
     if missing := [key for key in SUMMARY_KEYS if key not in measured]:
         raise ConfigurationError(f"the overrides left these figures unmeasured: {', '.join(missing)}")
     summary = {key: measured[key] for key in SUMMARY_KEYS} | {"report": str(folder / "report.html")}

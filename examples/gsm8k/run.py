@@ -18,12 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 from upcycle import upcycle
 
-from radix_rl.cli.train import run_training
 from radix_rl.config import load_config
 from radix_rl.errors import ConfigurationError, RadixError
 from radix_rl.launch.mooncake import local_mooncake
 from radix_rl.observe.metrics import read_metrics
-from radix_rl.observe.summary import read_summary
+from radix_rl.train.run import train
 from radix_transfer_plugins.errors import OutputStoreError
 
 HERE = Path(__file__).parent
@@ -99,16 +98,15 @@ def run_form(form: str, runs: Path, store: dict, overrides: Sequence[str]) -> No
     settings += [f"{name}={json.dumps(str(path))}" for name, path in paths.items()]
     config = load_config(HERE / f"config_{form}.toml", [*settings, *overrides])
     started = time.perf_counter()
-    run_training(config)
+    summary = train(config).summary
     for record in read_metrics(output_dir / "metrics.jsonl"):
         names = ("rollout/reward_mean", "rollout/response_tokens_mean", "time/generate_s", "time/step_s")
         figures = "  ".join(f"{name} {record[name]:.3g}" for name in names if name in record)
         print(f"{form}: step {record['step']:.0f}  {figures}")
-    summary = read_summary(output_dir)
     print(f"{form}: {config.train.steps} steps in {time.perf_counter() - started:.0f} s, loading included")
     for name, value in summary.items():
         print(f"{form}: {name} {value:.4g}")
-    if summary["objects_left"]:
+    if summary.get("objects_left"):
         raise RadixError(f"{form}: {summary['objects_left']:.0f} objects were left in the store")
 
 

@@ -4,7 +4,9 @@ import io
 import json
 import logging
 import math
+import resource
 import sys
+import time
 
 import pytest
 from rich.console import Console
@@ -13,6 +15,7 @@ from radix_rl.config import parse_config
 from radix_rl.errors import ConfigurationError, DataError
 from radix_rl.observe.metrics import read_metrics
 from radix_rl.observe.progress import RunProgress
+from radix_rl.observe.tolerance import Tolerance
 from radix_rl.observe.trackers import create_trackers
 from radix_rl.observe.trackers.json_lines import JsonLinesTracker
 
@@ -69,16 +72,49 @@ def test_a_broken_line_is_named(tmp_path, line):
 
 def test_every_run_has_json_lines_and_the_configured_trackers_besides(configure):
     config = configure({"type": "tensorboard"})
-    with create_trackers(config) as trackers:
+    with create_trackers(config, Tolerance()) as trackers:
         trackers.log(1, {"train/loss": 0.5})
     assert read_metrics(config.output_dir / "metrics.jsonl") == [{"step": 1, "train/loss": 0.5}]
     assert list((config.output_dir / "tensorboard").glob("events.out.tfevents.*"))
 
 
+@pytest.fixture
+def file_size_limit():
+    """Sets the size above which no file of this process grows: writes fail as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_line_that_did_not_fit_is_taken_back_and_the_next_one_is_whole(tmp_path, file_size_limit):
+    path = tmp_path / "metrics.jsonl"
+    with JsonLinesTracker(path) as tracker:
+        tracker.log(0, {"a": 1.5})
+        file_size_limit(path.stat().st_size + 5)
+        with pytest.raises(OSError, match="too large"):
+            tracker.log(1, {"a": 2.0})
+        file_size_limit(1 << 20)
+        tracker.log(2, {"a": 2.5})
+    assert read_metrics(path) == [{"step": 0, "a": 1.5}, {"step": 2, "a": 2.5}]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_is_one_warning_a_tracker_and_ends_nothing(configure, file_size_limit, caplog):
+    config = configure({"type": "tensorboard"})
+    with create_trackers(config, Tolerance()) as trackers, caplog.at_level(logging.WARNING):
+        trackers.log(1, {"train/loss": 0.5})
+        file_size_limit(max(path.stat().st_size for path in config.output_dir.rglob("*") if path.is_file()))
+        for step in range(2, 50):
+            trackers.log(step, {"train/loss": 0.5})
+            time.sleep(0.002)  # TensorBoard writes in a thread of its own, and tells of a failure afterwards
+    warned = [message.split(" failed")[0] for message in caplog.messages if "the run goes on" in message]
+    assert sorted(warned) == ["JsonLinesTracker", "TensorboardTracker"]
+
+
 def test_a_tracker_that_is_not_installed_names_its_extra(configure, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'radix-rl\[wandb\]'"):
-        create_trackers(configure({"type": "wandb", "project": "p"}))
+        create_trackers(configure({"type": "wandb", "project": "p"}), Tolerance())
 
 
 def test_off_a_terminal_progress_is_one_plain_line_a_step():

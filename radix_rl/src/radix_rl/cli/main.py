@@ -51,14 +51,16 @@ def train(
     ] = None,
 ) -> None:
     """Train a policy: generate, score, update, sync, until the configured number of steps is done."""
-    from radix_rl.cli.train import run_training
     from radix_rl.config import load_config
+    from radix_rl.train.run import train as train_run
 
     # A scheduler's SIGTERM takes the run down as Ctrl-C does: what it stored is deleted. Scripts start their
     # background jobs with SIGINT ignored, which would swallow both.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    run_training(load_config(config, overrides or []))
+    outcome = train_run(load_config(config, overrides or []))
+    for path in outcome.written:
+        typer.echo(f"wrote {path}")
 
 
 @app.command()

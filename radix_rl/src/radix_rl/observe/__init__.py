@@ -1,9 +1,11 @@
 """What a run shows of itself.
 
-trackers/    where metrics go, one file a destination
-metrics.py   reads metrics.jsonl
-progress.py  the bar on a terminal, the plain lines elsewhere
-summary.py   summary.json: the figures of a finished run
-report.py    report.html: a run on one page
-plots.py     the report's plots
+observer.py   everything below together, around one run
+tolerance.py  what only observes a run never ends it
+trackers/     where metrics go, one file a destination
+metrics.py    reads metrics.jsonl
+progress.py   the bar on a terminal, the plain lines elsewhere
+summary.py    summary.json: the figures of a finished run
+report.py     report.html: a run on one page
+plots.py      the report's plots
 """

@@ -5,13 +5,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from radix_rl.config import RunConfig
 from radix_rl.launch.store import RunStore
+from radix_rl.observe.tolerance import Tolerance
 from radix_rl.rollout.environments.base import Environment
 from radix_rl.rollout.generation import RolloutGenerator
 from radix_rl.rollout.metrics import rollout_metrics
@@ -28,8 +29,10 @@ Log = Callable[[int, dict[str, float]], None]
 
 
 class Trainer(Protocol):
-    """What the loop needs of a trainer, whatever the number of its ranks. Called from one thread at a
-    time."""
+    """What the loop needs of a trainer, whatever the number of its ranks.
+
+    Called from one thread at a time.
+    """
 
     @property
     def optimizer_steps(self) -> int: ...
@@ -56,6 +59,7 @@ class RunParts:
     synchronizer: WeightSynchronizer
     run_store: RunStore | None
     log: Log
+    tolerance: Tolerance = field(default_factory=Tolerance)
 
 
 async def run_steps(parts: RunParts, state: RunState) -> RunState:
@@ -100,10 +104,19 @@ async def run_step(parts: RunParts, state: RunState) -> tuple[RunState, dict[str
             await in_thread_to_end(delete_refs, samples, parts.run_store.store)
     with _timed(metrics, "sync"):
         metrics |= await parts.synchronizer.sync(step + 1, parts.trainer.named_weights())
-    if parts.run_store is not None:
-        metrics["store/objects"] = float(await asyncio.to_thread(parts.run_store.objects_left))
+    if parts.run_store is not None and (left := await count_objects(parts)) is not None:
+        metrics["store/objects"] = float(left)
     after = RunState(step=step + 1, next_problem=next_problem, optimizer_steps=parts.trainer.optimizer_steps)
     return after, metrics
+
+
+async def count_objects(parts: RunParts) -> int | None:
+    """Stored fields of this run; 0 without a store, None if the store could not be asked."""
+    if parts.run_store is None:
+        return 0
+    with parts.tolerance.of("counting the stored objects"):
+        return await asyncio.to_thread(parts.run_store.objects_left)
+    return None
 
 
 async def collect_samples(parts: RunParts, state: RunState, samples: list[Sample]) -> int:

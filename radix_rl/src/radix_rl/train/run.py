@@ -1,4 +1,7 @@
-"""`train`: builds a run from its configuration, runs it, and takes it down again, whatever happens."""
+"""`train`: builds a run from its configuration, runs it, and takes it down again, whatever happens.
+
+The command line does nothing besides; an environment of one's own is an argument.
+"""
 
 import asyncio
 import logging
@@ -15,12 +18,14 @@ from radix_rl.errors import ConfigurationError
 from radix_rl.launch.checks import check_engine, check_launch
 from radix_rl.launch.engines import build_engine, engines_of
 from radix_rl.launch.store import RunStore, open_run_store
+from radix_rl.observe.metrics import FILE_NAME as METRICS_FILE
+from radix_rl.observe.observer import RunObserver
 from radix_rl.rollout.environments.base import Environment
 from radix_rl.rollout.environments.factory import create_environment
 from radix_rl.rollout.generation import RolloutGenerator
 from radix_rl.train.checkpoint import RunState, find_checkpoint, read_state
 from radix_rl.train.interrupt import run_until_interrupted
-from radix_rl.train.loop import Log, RunParts, Trainer, run_steps
+from radix_rl.train.loop import Log, RunParts, Trainer, count_objects, run_steps
 from radix_rl.train.rank_trainer import build_rank
 from radix_rl.weights.checkpoint_names import CheckpointNames
 from radix_rl.weights.sync import WeightSynchronizer
@@ -33,23 +38,66 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a run ended."""
 
     state: RunState
-    objects_left: int
-    """Stored fields below the run's key prefix; 0 without a store."""
+    objects_left: int | None
+    """Stored fields below the run's key prefix; 0 without a store, None if the store could not be asked."""
+    summary: dict[str, Any]
+    """What summary.json holds."""
+    written: tuple[Path, ...]
+    """summary.json and report.html, as far as they could be written."""
 
 
-def train(config: RunConfig, log: Log, environment: Environment | None = None) -> RunOutcome:
-    """A whole run. `log` gets each step's metrics; `environment` takes the place of the configured one.
+def train(
+    config: RunConfig,
+    log: Log | None = None,
+    environment: Environment | None = None,
+    *,
+    show_progress: bool = True,
+) -> RunOutcome:
+    """Run a whole training: all that `radix-rl train` does, and all that it writes.
+
+    `environment` takes the place of the configured one. `log` gets each step's metrics, after the trackers;
+    what it raises ends the run. Progress goes to standard error.
 
     Raises RadixError, OutputStoreError and, after a SIGINT, KeyboardInterrupt; whatever is raised, everything
     that was started has ended by then.
     """
-    return run_until_interrupted(train_async(config, log, environment))
-
-
-async def train_async(config: RunConfig, log: Log, environment: Environment | None = None) -> RunOutcome:
+    refuse_a_run_that_is_there(config)
     check_launch(config)
     checkpoint = find_checkpoint(config.checkpoint.resume, config.output_dir / "checkpoints")
     state = read_state(checkpoint) if checkpoint else RunState(step=0, next_problem=0, optimizer_steps=0)
+    with RunObserver(config, first_step=state.step, show_progress=show_progress) as observer:
+
+        def log_step(step: int, metrics: dict[str, float]) -> None:
+            observer.log(step, metrics)
+            if log is not None:
+                log(step, metrics)
+
+        main = build_and_run(config, log_step, environment, checkpoint, state)
+        state, objects_left = run_until_interrupted(main)
+    summary, written = observer.finish(objects_left)
+    return RunOutcome(state=state, objects_left=objects_left, summary=summary, written=written)
+
+
+def refuse_a_run_that_is_there(config: RunConfig) -> None:
+    """Raise ConfigurationError for an output directory with a step or a checkpoint to lose.
+
+    A run that failed before its first step leaves neither.
+    """
+    if config.checkpoint.resume != "never":
+        return
+    metrics = config.output_dir / METRICS_FILE
+    has_steps = metrics.is_file() and metrics.stat().st_size > 0
+    if has_steps or find_checkpoint("latest", config.output_dir / "checkpoints") is not None:
+        raise ConfigurationError(
+            f"output_dir: {str(config.output_dir)!r} holds a run already; name another directory, remove it, "
+            "or go on with it by checkpoint.resume=latest"
+        )
+
+
+async def build_and_run(
+    config: RunConfig, log: Log, environment: Environment | None, checkpoint: Path | None, state: RunState
+) -> tuple[RunState, int | None]:
+    """The steps after `state`, which is the checkpoint's; the state after the last and the objects left."""
     async with AsyncExitStack() as stack:
         run_store = open_run_store(config)
         if run_store is not None:
@@ -87,7 +135,7 @@ async def train_async(config: RunConfig, log: Log, environment: Environment | No
         # this one.
         await parts.synchronizer.sync(state.step, trainer.named_weights())
         state = await run_steps(parts, state)
-        return RunOutcome(state=state, objects_left=0 if run_store is None else run_store.objects_left())
+        return state, await count_objects(parts)
 
 
 def build_synchronizer(config: RunConfig, engine: Engine) -> WeightSynchronizer:

@@ -7,7 +7,10 @@ from typing import Self
 
 
 class Tracker(ABC):
-    """One destination of metrics. Used from one thread."""
+    """One destination of metrics, used from one thread.
+
+    What `log` and `close` raise becomes a warning and does not end the run.
+    """
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

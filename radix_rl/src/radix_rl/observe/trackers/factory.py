@@ -1,39 +1,50 @@
-"""The trackers of a run. Optional libraries are imported by the one that needs them."""
+"""The trackers of a run by the `type` of their settings.
 
-from collections.abc import Mapping
+Optional libraries are imported by the tracker that needs them.
+"""
+
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from radix_rl.config import RunConfig
 from radix_rl.config.observe import TensorboardTrackerConfig, TrackerConfig
 from radix_rl.observe.metrics import FILE_NAME
+from radix_rl.observe.tolerance import Tolerance
 from radix_rl.observe.trackers.base import Tracker
 from radix_rl.observe.trackers.json_lines import JsonLinesTracker
 
 
 class TrackerGroup(Tracker):
-    """Several as one; owns them."""
+    """Several trackers as one, which owns them.
 
-    def __init__(self, stack: ExitStack, trackers: list[Tracker]) -> None:
-        self._stack = stack
+    A tracker that fails is left to `tolerance`; it is tried again on the next step, and the others go on.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker], tolerance: Tolerance) -> None:
         self._trackers = trackers
+        self._tolerance = tolerance
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for tracker in self._trackers:
-            tracker.log(step, metrics)
+            with self._tolerance.of(type(tracker).__name__):
+                tracker.log(step, metrics)
 
     def close(self) -> None:
-        self._stack.close()
+        for tracker in self._trackers:
+            with self._tolerance.of(type(tracker).__name__):
+                tracker.close()
 
 
-def create_trackers(config: RunConfig) -> TrackerGroup:
-    """metrics.jsonl, and the configured others. Raises ConfigurationError for a library that is not
-    installed."""
+def create_trackers(config: RunConfig, tolerance: Tolerance) -> TrackerGroup:
+    """metrics.jsonl and the configured trackers.
+
+    Raises ConfigurationError for a library that is not installed and for a tracker that cannot start.
+    """
     with ExitStack() as stack:
-        trackers: list[Tracker] = [
-            stack.enter_context(JsonLinesTracker(config.output_dir / FILE_NAME)),
-            *(stack.enter_context(_create(settings, config)) for settings in config.observe.trackers),
-        ]
-        return TrackerGroup(stack.pop_all(), trackers)
+        trackers: list[Tracker] = [stack.enter_context(JsonLinesTracker(config.output_dir / FILE_NAME))]
+        trackers += [stack.enter_context(_create(settings, config)) for settings in config.observe.trackers]
+        stack.pop_all()
+        return TrackerGroup(trackers, tolerance)
 
 
 def _create(settings: TrackerConfig, config: RunConfig) -> Tracker:

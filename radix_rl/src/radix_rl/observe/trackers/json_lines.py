@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,21 +14,31 @@ logger = logging.getLogger(__name__)
 
 
 class JsonLinesTracker(Tracker):
-    """Appends, so that a resumed run goes on in the same file. Values that are not finite become null: JSON
-    has no NaN."""
+    """Appends a line a step, so that a resumed run goes on in the same file.
+
+    Values that are not finite become null: JSON has no NaN. A line that could not be written whole, as on a
+    full disk, is taken back.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(path)
-        self._file = path.open("ab")
+        # Unbuffered: a line that failed must not wait in a buffer for the next one.
+        self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         odd = [name for name, value in metrics.items() if not math.isfinite(value)]
         if odd:
             logger.warning("step %d: not finite, written as null: %s", step, ", ".join(odd))
         record = {"step": step} | {name: None if name in odd else value for name, value in metrics.items()}
-        self._file.write(msgspec.json.encode(record) + b"\n")
-        self._file.flush()
+        line = memoryview(msgspec.json.encode(record) + b"\n")
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(end)
+            raise
 
     def close(self) -> None:
         self._file.close()

@@ -8,6 +8,8 @@ from radix_rl.observe.trackers.base import Tracker
 
 
 class TensorboardTracker(Tracker):
+    """A scalar a metric, on disk after each step."""
+
     def __init__(self, log_dir: Path) -> None:
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
@@ -15,7 +17,13 @@ class TensorboardTracker(Tracker):
             raise ConfigurationError(
                 "observe.trackers: tensorboard is not installed: pip install 'radix-rl[tensorboard]'"
             ) from error
-        self._writer = SummaryWriter(str(log_dir))
+        try:
+            self._writer = SummaryWriter(str(log_dir))
+        except OSError as error:
+            raise ConfigurationError(
+                f"observe.trackers: tensorboard cannot write into {str(log_dir)!r}: {error.strerror}; "
+                "set log_dir to another folder"
+            ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

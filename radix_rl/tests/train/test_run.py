@@ -1,10 +1,11 @@
-"""The output directory of `radix-rl train`: what is refused, and what does not stand in the way."""
+"""`train` as a library: the output directory it accepts, and what it leaves there."""
 
 import pytest
 
-from radix_rl.cli import train as cli
 from radix_rl.config import parse_config
 from radix_rl.errors import ConfigurationError, DataError
+from radix_rl.train import run
+from radix_rl.train.run import train
 
 
 @pytest.fixture
@@ -24,36 +25,38 @@ def config(tmp_path):
 
 @pytest.fixture
 def fails_to_start(monkeypatch):
-    def fail(config, log):
+    async def fail(*_):
         raise DataError("train.jsonl, line 3: broken")
 
-    monkeypatch.setattr(cli, "train", fail)
+    monkeypatch.setattr(run, "build_and_run", fail)
 
 
 def test_a_run_that_failed_to_start_can_be_started_again(config, fails_to_start):
     for _ in range(2):
         with pytest.raises(DataError, match="line 3"):
-            cli.run_training(config)
+            train(config)
 
 
 def test_a_launch_that_is_refused_leaves_no_output_directory(config):
     refused = config.model_copy(update={"model": config.model.model_copy(update={"path": "/absent"})})
     refused = parse_config(refused.model_dump(mode="json"), source="test")
     with pytest.raises(ConfigurationError, match=r"model\.path"):
-        cli.run_training(refused)
+        train(refused)
     assert not config.output_dir.exists()
 
 
 @pytest.mark.parametrize("what", ["metrics.jsonl", "checkpoints/step-3/state.json"])
-def test_a_directory_that_holds_a_run_is_refused(config, fails_to_start, what):
+def test_a_directory_that_holds_a_run_is_refused_and_kept_as_it_was(config, fails_to_start, what):
     path = config.output_dir / what
     path.parent.mkdir(parents=True)
     path.write_text('{"step": 1}\n')
     with pytest.raises(ConfigurationError, match=r"output_dir: .* holds a run already"):
-        cli.run_training(config)
+        train(config)
+    assert [found for found in config.output_dir.rglob("*") if found.is_file()] == [path]
+    assert path.read_text() == '{"step": 1}\n'
 
 
-def test_an_output_directory_that_cannot_be_written_is_a_clear_error(config, tmp_path, fails_to_start):
+def test_an_output_directory_that_cannot_be_written_is_a_clear_error(config, fails_to_start):
     config.output_dir.write_text("a file")
     with pytest.raises(ConfigurationError, match=r"output_dir: cannot write into .*run': File exists"):
-        cli.run_training(config)
+        train(config)

@@ -1,0 +1,34 @@
+"""A run that is started from Python with an environment of one's own leaves all that the command leaves."""
+
+import msgspec
+
+from radix_rl.observe.metrics import read_metrics
+from radix_rl.train.run import train
+
+
+def test_a_run_from_python_writes_and_shows_what_the_command_does(make_config, environment, capsys):
+    config = make_config(
+        train={"steps": 2},
+        eval={"every_steps": 1, "sampling": {"max_new_tokens": 12}},
+        observe={"trackers": [{"type": "tensorboard"}]},
+    )
+    outcome = train(config, environment=environment)
+
+    folder = config.output_dir
+    records = read_metrics(folder / "metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert 0 < records[2]["rollout/reward_mean"] < 1
+    assert msgspec.json.decode((folder / "config.json").read_bytes())["train"]["steps"] == 2
+    assert msgspec.json.decode((folder / "summary.json").read_bytes()) == outcome.summary
+    assert outcome.summary["steps"] == 2
+    assert outcome.summary["objects_left"] == 0
+    assert outcome.summary["accuracy_after"] == records[2]["eval/accuracy"]
+    assert outcome.written == (folder / "summary.json", folder / "report.html")
+    assert "<svg" in (folder / "report.html").read_text()
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert "run: step 2/2  reward" in capsys.readouterr().err
+
+
+def test_progress_can_be_switched_off(make_config, environment, capsys):
+    train(make_config(train={"steps": 1}), environment=environment, show_progress=False)
+    assert "step 1/1" not in capsys.readouterr().err
