@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+import re
 import resource
 import sys
 import time
@@ -14,7 +15,8 @@ from rich.console import Console
 from radix_rl.config import parse_config
 from radix_rl.errors import ConfigurationError, DataError
 from radix_rl.observe.metrics import read_metrics
-from radix_rl.observe.progress import RunProgress
+from radix_rl.observe.progress import SHOWN, RunProgress
+from radix_rl.observe.quiet import quiet_transformers
 from radix_rl.observe.tolerance import Tolerance
 from radix_rl.observe.trackers import create_trackers
 from radix_rl.observe.trackers.json_lines import JsonLinesTracker
@@ -117,22 +119,46 @@ def test_a_tracker_that_is_not_installed_names_its_extra(configure, monkeypatch)
         create_trackers(configure({"type": "wandb", "project": "p"}), Tolerance())
 
 
-def test_off_a_terminal_progress_is_one_plain_line_a_step():
+def test_off_a_terminal_progress_is_a_line_a_step_with_what_that_step_measured():
     text = io.StringIO()
     with RunProgress("demo", 2, console=Console(file=text, width=40)) as progress:
         progress.update(1, {"rollout/reward_mean": 0.25, "eval/accuracy": 0.5})
         progress.update(2, {"rollout/reward_mean": 0.75})
     lines = text.getvalue().splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("demo: step 1/2  reward 0.250  accuracy 0.500")
-    assert lines[1].startswith("demo: step 2/2  reward 0.750  accuracy 0.500")
+    assert lines[0].startswith("demo: step 1/2  reward 0.250  accuracy 50.0%  s/step 0.")
+    assert lines[1].startswith("demo: step 2/2  reward 0.750  s/step 0.")
     assert "\x1b" not in text.getvalue()
 
 
-def test_on_a_terminal_progress_is_a_bar():
+def test_on_a_terminal_progress_is_a_bar_whose_older_figures_name_their_step():
     text = io.StringIO()
     console = Console(file=text, width=160, force_terminal=True)
     with RunProgress("demo", 4, first_step=1, console=console) as progress:
-        progress.update(3, {"rollout/reward_mean": 0.25})
+        progress.update(2, {"rollout/reward_mean": 0.25, "eval/accuracy": 0.5})
+        progress.update(3, {"rollout/reward_mean": 0.75})
     assert "3/4" in text.getvalue()
+    assert "reward 0.750  accuracy 50.0% (step 2)" in text.getvalue()
     assert "demo: step" not in text.getvalue()
+
+
+def test_elapsed_and_remaining_time_keep_their_width_at_80_columns():
+    text = io.StringIO()
+    console = Console(file=text, width=80, force_terminal=True, color_system=None)
+    with RunProgress("a-run-with-a-rather-long-name", 10_000, console=console) as progress:
+        progress.update(9_999, dict.fromkeys((metric for _, metric, _ in SHOWN), 1234.5))
+    bar = [line for line in text.getvalue().splitlines() if "9999" in line]
+    times = re.compile(r"9999/10000\s+\d:\d\d:\d\d left\s+[\d-]:[\d-]{2}:[\d-]{2}")
+    assert any(times.search(line) for line in bar), bar
+
+
+def test_transformers_is_quiet_within_the_block_alone():
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.enable_progress_bar()
+    before = hf_logging.get_verbosity()
+    with quiet_transformers():
+        assert not hf_logging.is_progress_bar_enabled()
+        assert hf_logging.get_verbosity() >= logging.ERROR
+    assert hf_logging.is_progress_bar_enabled()
+    assert hf_logging.get_verbosity() == before

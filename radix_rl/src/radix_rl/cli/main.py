@@ -51,8 +51,9 @@ def train(
     ] = None,
 ) -> None:
     """Train a policy: generate, score, update, sync, until the configured number of steps is done."""
-    from radix_rl.config import load_config
-    from radix_rl.train.run import train as train_run
+    with Console(stderr=True).status("Loading PyTorch and transformers ..."):
+        from radix_rl.config import load_config
+        from radix_rl.train.run import train as train_run
 
     # A scheduler's SIGTERM takes the run down as Ctrl-C does: what it stored is deleted. Scripts start their
     # background jobs with SIGINT ignored, which would swallow both.

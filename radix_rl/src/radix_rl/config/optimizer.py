@@ -21,7 +21,7 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up, until the last step."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Share of `lr` at the end of a linear or cosine schedule."""
+    """Share of `lr` that a linear or cosine schedule goes down to, one step after the last."""
 
     @model_validator(mode="after")
     def _betas_forget(self) -> Self:

@@ -11,6 +11,7 @@ from radix_rl.errors import ConfigurationError
 from radix_rl.observe.metrics import FILE_NAME as METRICS_FILE
 from radix_rl.observe.metrics import read_metrics
 from radix_rl.observe.progress import RunProgress
+from radix_rl.observe.quiet import quiet_transformers
 from radix_rl.observe.report import CONFIG_FILE, write_report
 from radix_rl.observe.summary import summarize, write_summary
 from radix_rl.observe.tolerance import Tolerance
@@ -48,6 +49,7 @@ class RunObserver:
             self._trackers = stack.enter_context(create_trackers(self._config, self._tolerance))
             self._progress = None
             if self._show_progress:
+                stack.enter_context(quiet_transformers())
                 total = self._config.train.steps
                 self._progress = stack.enter_context(
                     RunProgress(folder.name, total, first_step=self._first_step)

@@ -11,8 +11,7 @@ from radix_rl.rollout.sample import Sample
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over scored samples, and the bytes of their answers' replay part. See `replay_bytes` for the
-    latter."""
+    """Means over scored samples, and the bytes of their answers' replay part, see `replay_bytes`."""
     lengths = [len(sample.tokens) - sample.prompt_tokens for sample in samples]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     inline_bytes, store_bytes, stored_bytes = replay_bytes(samples)
@@ -22,11 +21,35 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/response_tokens_mean": float(np.mean(lengths)),
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/cut_share": float(np.mean([sample.finish_reason.type == "length" for sample in samples])),
+        "rollout/entropy": sampled_entropy(samples),
         "rollout/floored_tokens": float(sum(sample.floored_tokens for sample in samples)),
         "rollout/response_bytes_inline": float(inline_bytes),
         "rollout/response_bytes_store": float(store_bytes),
         "rollout/stored_bytes": float(stored_bytes),
     }
+
+
+def sampled_entropy(samples: Sequence[Sample]) -> float:
+    """Mean of -log p over sampled tokens, in nats: an unbiased estimate of the policy's entropy a token.
+
+    Under the distribution sampled from, temperature and truncation included.
+    """
+    counted = sum(sum(sample.loss_mask) for sample in samples)
+    total = sum(
+        logprob
+        for sample in samples
+        for logprob, counts in zip(sample.rollout_logprobs, sample.loss_mask, strict=True)
+        if counts
+    )
+    return -total / max(counted, 1)
+
+
+def equal_groups(samples: Sequence[Sample]) -> set[int]:
+    """Ids of the groups whose rewards are all equal."""
+    rewards: dict[int, set[float | None]] = {}
+    for sample in samples:
+        rewards.setdefault(sample.group_id, set()).add(sample.reward)
+    return {group_id for group_id, values in rewards.items() if len(values) == 1}
 
 
 def replay_bytes(samples: Sequence[Sample]) -> tuple[int, int, int]:

@@ -27,6 +27,7 @@ from radix_rl.config import RunConfig
 from radix_rl.errors import ConfigurationError, RadixError, TrainingError
 from radix_rl.launch.store import RunStore
 from radix_rl.model_layers import decoder_layers
+from radix_rl.observe.quiet import quiet_transformers
 from radix_rl.rollout.sample import decode_samples, encode_samples
 from radix_rl.train.checkpoint import RunState
 from radix_rl.train.collectives import ProcessRanks
@@ -232,7 +233,8 @@ def _child_main(setup: _ChildSetup, pipe: Connection) -> None:
         _join_group(setup.config, rendezvous, setup.rank)
         if setup.store_backend is not None:
             store = OutputStore(backend=create_backend(setup.store_backend, setup.store_config))
-        rank = _build_sharded(setup.config, store, setup.checkpoint)
+        with quiet_transformers():
+            rank = _build_sharded(setup.config, store, setup.checkpoint)
         pipe.send(None)
         while (message := _next_message(pipe)) is not None:
             _follow(rank, message)

@@ -15,10 +15,11 @@ from radix_rl.launch.store import RunStore
 from radix_rl.observe.tolerance import Tolerance
 from radix_rl.rollout.environments.base import Environment
 from radix_rl.rollout.generation import RolloutGenerator
-from radix_rl.rollout.metrics import rollout_metrics
+from radix_rl.rollout.metrics import equal_groups, rollout_metrics
 from radix_rl.rollout.refs import delete_refs, in_thread_to_end
 from radix_rl.rollout.sample import Sample
 from radix_rl.train.checkpoint import RunState
+from radix_rl.train.plan.no_signal import NoSignalWarning
 from radix_rl.train.plan.step_plan import SampleTask, plan_step
 from radix_rl.weights.sync import WeightSynchronizer
 
@@ -59,6 +60,7 @@ class RunParts:
     synchronizer: WeightSynchronizer
     run_store: RunStore | None
     log: Log
+    no_signal: NoSignalWarning = field(default_factory=NoSignalWarning)
     tolerance: Tolerance = field(default_factory=Tolerance)
 
 
@@ -90,9 +92,12 @@ async def run_step(parts: RunParts, state: RunState) -> tuple[RunState, dict[str
     samples: list[Sample] = []
     try:
         with _timed(metrics, "generate"):
-            next_problem = await collect_samples(parts, state, samples)
+            rollout = await collect_samples(parts, state, samples)
         metrics |= rollout_metrics(samples)
+        metrics["rollout/equal_groups_share"] = rollout.equal_groups / rollout.groups
+        metrics["rollout/tokens_per_second"] = rollout.response_tokens / metrics["time/generate_s"]
         plan = plan_step(config, samples, step)
+        parts.no_signal.after_plan(step + 1, plan)
         with _timed(metrics, "step"):
             metrics |= await asyncio.to_thread(
                 parts.trainer.step,
@@ -106,7 +111,11 @@ async def run_step(parts: RunParts, state: RunState) -> tuple[RunState, dict[str
         metrics |= await parts.synchronizer.sync(step + 1, parts.trainer.named_weights())
     if parts.run_store is not None and (left := await count_objects(parts)) is not None:
         metrics["store/objects"] = float(left)
-    after = RunState(step=step + 1, next_problem=next_problem, optimizer_steps=parts.trainer.optimizer_steps)
+    tokens = sum(len(sample.tokens) for sample in samples)
+    metrics["train/tokens_per_second"] = tokens / metrics["time/train_s"]
+    after = RunState(
+        step=step + 1, next_problem=rollout.next_problem, optimizer_steps=parts.trainer.optimizer_steps
+    )
     return after, metrics
 
 
@@ -119,26 +128,42 @@ async def count_objects(parts: RunParts) -> int | None:
     return None
 
 
-async def collect_samples(parts: RunParts, state: RunState, samples: list[Sample]) -> int:
-    """Fill `samples` with a step's groups; the index of the first problem that was not used.
+@dataclass
+class Rollout:
+    """What a step generated, dropped groups included."""
+
+    next_problem: int
+    """Index of the first problem that was not used."""
+    groups: int = 0
+    equal_groups: int = 0
+    """Groups whose rewards are all equal."""
+    response_tokens: int = 0
+
+
+async def collect_samples(parts: RunParts, state: RunState, samples: list[Sample]) -> Rollout:
+    """Fill `samples` with a step's groups.
 
     With dynamic sampling, groups whose rewards are all equal are dropped, their objects deleted, and
     replaced by groups of further problems; after the last round a step without any other group trains on the
     equal ones, and changes nothing.
     """
-    rollout = parts.config.rollout
-    next_problem, num_groups = state.next_problem, 0
+    rollout, done = parts.config.rollout, Rollout(next_problem=state.next_problem)
+    num_groups = 0
     rounds = rollout.dynamic_sampling.max_rounds if rollout.dynamic_sampling.enabled else 1
     for round_number in range(rounds):
         wanted = rollout.prompts_per_step - num_groups
-        problems = [parts.environment.train_problem(next_problem + offset) for offset in range(wanted)]
-        next_problem += wanted
+        problems = [parts.environment.train_problem(done.next_problem + offset) for offset in range(wanted)]
+        done.next_problem += wanted
         generated = await parts.generator.generate(
             state.step, problems, first_group_id=round_number * rollout.prompts_per_step
         )
+        equal = equal_groups(generated)
+        done.groups += wanted
+        done.equal_groups += len(equal)
+        done.response_tokens += sum(len(sample.tokens) - sample.prompt_tokens for sample in generated)
         keep = generated
         if rollout.dynamic_sampling.enabled:
-            keep = _with_unequal_rewards(generated)
+            keep = [sample for sample in generated if sample.group_id not in equal]
             is_final_and_empty = round_number == rounds - 1 and not samples and not keep
             keep = generated if is_final_and_empty else keep
             kept = {id(sample) for sample in keep}
@@ -152,7 +177,7 @@ async def collect_samples(parts: RunParts, state: RunState, samples: list[Sample
         num_groups = len({sample.group_id for sample in samples})
         if num_groups == rollout.prompts_per_step:
             break
-    return next_problem
+    return done
 
 
 async def evaluate(parts: RunParts) -> dict[str, float]:
@@ -169,13 +194,6 @@ async def evaluate(parts: RunParts) -> dict[str, float]:
         "eval/problems": float(len(problems)),
         "time/eval_s": time.perf_counter() - started,
     }
-
-
-def _with_unequal_rewards(samples: Sequence[Sample]) -> list[Sample]:
-    rewards: dict[int, set[float | None]] = {}
-    for sample in samples:
-        rewards.setdefault(sample.group_id, set()).add(sample.reward)
-    return [sample for sample in samples if len(rewards[sample.group_id]) > 1]
 
 
 def _is_due(every_steps: int, step: int, is_last: bool = False) -> bool:
