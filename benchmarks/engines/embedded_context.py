@@ -113,7 +113,7 @@ def engine_decode(model: PreTrainedModel, context: int) -> Callable[[], None]:
             return_routed_experts=True,
         )
         core.submit(Sequence(request=request, seed=i, stop_token_ids=frozenset(), on_finish=lambda _: None))
-    while core.slots.num_decoding < REQUESTS:
+    while core.scheduler.slots.num_decoding < REQUESTS:
         core.step()
 
     def run() -> None:

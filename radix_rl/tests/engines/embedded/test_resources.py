@@ -62,8 +62,10 @@ async def test_sleep_gives_the_process_s_memory_back_and_two_stages_take_it_agai
         core = engine._core_now()
         # Memory that nobody has written is not resident.
         [tensor.zero() for tensor in core.runner.cache.tensors]
-        [pool.fill_(0.0) for pool in core.prefixes._pools]
-        cache_bytes = core.runner.cache.size_bytes + sum(p.numel() * 4 for p in core.prefixes._pools)
+        [pool.fill_(0.0) for pool in core.scheduler.prefixes._pools]
+        cache_bytes = core.runner.cache.size_bytes + sum(
+            p.numel() * 4 for p in core.scheduler.prefixes._pools
+        )
         assert weight_bytes > 120 * MB
         assert cache_bytes > 90 * MB
         # What earlier tests freed must not go back together with the engine's.

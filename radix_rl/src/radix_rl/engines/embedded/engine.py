@@ -240,7 +240,7 @@ class EmbeddedEngine(Engine):
         await self._call(lambda core: core.wake(names))
 
     async def flush_cache(self) -> None:
-        await self._call(lambda core: core.flush_prefixes())
+        await self._call(lambda core: core.scheduler.flush_prefixes())
 
     async def begin_weight_update(self, version: str) -> None:
         await self._call(lambda core: core.weights.begin(version))
