@@ -97,10 +97,12 @@ async def test_abort_in_the_queue_answers_without_outputs(qwen3_moe, engine_of, 
     assert output.outputs is None
 
 
+@pytest.mark.parametrize("start", [0, 7])
 async def test_abort_of_a_retracted_request_returns_its_tokens_and_rows(
-    qwen3_moe, engine_of, prompt, request_of, check_against
+    start, qwen3_moe, engine_of, prompt, request_of, check_against
 ):
-    request = request_of("a", prompt(10, 1), max_new_tokens=200, return_routed_experts=True)
+    fields = {"return_routed_experts": True, "routed_experts_start_len": start}
+    request = request_of("a", prompt(10, 1), max_new_tokens=200, **fields)
     async with engine_of(qwen3_moe) as engine:
         running = asyncio.create_task(engine.generate(request))
         await wait_for_tokens(engine, 5)

@@ -100,10 +100,12 @@ async def test_flushed_prefix_is_computed_again(qwen3_moe, engine_of, prompt, re
         assert (await engine.generate(request)).cached_tokens == 0
 
 
+@pytest.mark.parametrize("start", [0, 29])
 async def test_retracted_request_keeps_the_rows_of_its_own_forward(
-    qwen3_moe, engine_of, prompt, request_of, check_against
+    start, qwen3_moe, engine_of, prompt, request_of, check_against
 ):
-    request = request_of("a", prompt(30, 1), max_new_tokens=80, seed=1, return_routed_experts=True)
+    fields = {"return_routed_experts": True, "routed_experts_start_len": start}
+    request = request_of("a", prompt(30, 1), max_new_tokens=80, seed=1, **fields)
     async with engine_of(qwen3_moe, prefix_cache_tokens=64) as engine:
         running = asyncio.create_task(engine.generate(request))
         while (await engine.stats()).generated_tokens < 10:

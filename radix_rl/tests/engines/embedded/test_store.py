@@ -10,6 +10,7 @@ import pytest
 
 from radix_rl.engines.embedded import engine as engine_module
 from radix_rl.engines.embedded.build import build_writer
+from radix_rl.engines.embedded.capture.rows import RowCapture
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig, OutputStoreTarget
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.errors import ConfigurationError
@@ -45,6 +46,43 @@ async def test_stored_rows_equal_inline_rows(qwen3_moe, engine_of, prompt, reque
     np.testing.assert_array_equal(stash.routed_experts, inline.outputs.routed_experts)
     store.delete_many([ref])
     assert list(store.list_objects()) == []
+
+
+@pytest.mark.parametrize("start", [0, 5])
+async def test_rows_are_copied_once_from_the_slot_to_the_store(
+    start, qwen3_moe, engine_of, prompt, request_of, store, monkeypatch
+):
+    read: list[np.ndarray] = []
+    put: list[TokenOutputStash] = []
+    slots: list[np.ndarray] = []
+    read_rows, put_many = RowCapture.read, OutputStore.put_many
+
+    def spy_read(capture, *args):
+        slots.append(capture.slots.slots.numpy())
+        read.append(read_rows(capture, *args))
+        return read[-1]
+
+    def spy_put(store, stashes, **kwargs):
+        put.extend(stashes)
+        return put_many(store, stashes, **kwargs)
+
+    monkeypatch.setattr(RowCapture, "read", spy_read)
+    monkeypatch.setattr(OutputStore, "put_many", spy_put)
+    async with engine_of(qwen3_moe, output_store=STORE) as engine:
+        request = request_of(
+            "a",
+            prompt(10, 1),
+            max_new_tokens=8,
+            return_routed_experts=True,
+            return_outputs_via_store=True,
+            routed_experts_start_len=start,
+        )
+        await engine.generate(request)
+    (rows,), (stash,) = read, put
+    assert stash.routed_experts is rows
+    assert rows.shape[0] == 10 + 8 - 1 - start
+    # The slot may be overwritten while the store encodes.
+    assert not np.shares_memory(rows, slots[0])
 
 
 async def test_cancelling_at_any_moment_leaves_no_object(qwen3_moe, engine_of, prompt, request_of, store):

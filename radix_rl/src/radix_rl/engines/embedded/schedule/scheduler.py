@@ -184,13 +184,16 @@ class Scheduler:
             self.waiting.appendleft(sequence)
 
     def _rows(self, sequence: Sequence, slot: int | None) -> dict[str, np.ndarray]:
-        """Rows of every field that the request wants: saved ones first, the slot's after them."""
+        """Rows of every field that the request wants: saved ones first, the slot's after them.
+
+        Copied out of the slot, which the next request may overwrite at once.
+        """
         rows: dict[str, np.ndarray] = {}
         for field, capture in self._runner.captures.items():
             if field not in sequence.wanted_rows:
                 continue
             saved = sequence.saved_rows.get(field)
-            start = 0 if saved is None else len(saved)
+            start = sequence.request.routed_experts_start_len + (0 if saved is None else len(saved))
             if slot is not None and sequence.computed > start:
                 fresh = capture.read(slot, start, sequence.computed)
                 rows[field] = fresh if saved is None else np.concatenate((saved, fresh))

@@ -43,11 +43,11 @@ class Sequence:
     cache_version: str | None = None
     """Weight version that computed all of the slot; None once two versions did."""
     saved_rows: dict[str, np.ndarray] = field(default_factory=dict)
-    """Replay rows from before a retraction: they stay paired with the log-probabilities of their own forward
-    pass.
-    """
+    """`rows` from before a retraction: they stay paired with the log-probabilities of their forward pass."""
     rows: dict[str, np.ndarray] = field(default_factory=dict)
-    """Replay rows `[computed, ...]`, set when the sequence finishes."""
+    """Replay rows by field, `[rows, layers, top_k]` int32 from the request's `routed_experts_start_len` on.
+
+    Set when the sequence finishes; memory of their own, which the answer hands on."""
     mask_ids: list[np.ndarray] = field(default_factory=list)
     """Support of each output token, `[k]` int32."""
     mask_logprobs: list[np.ndarray] = field(default_factory=list)
@@ -77,13 +77,6 @@ class Sequence:
         model.
         """
         return self.prompt_tokens + max(self.request.sampling.max_new_tokens - 1, 0)
-
-    @property
-    def forwarded_tokens(self) -> int:
-        """Tokens whose replay rows exist: those in the slot, or those saved at a retraction where they are
-        more.
-        """
-        return max(self.computed, *(len(rows) for rows in self.saved_rows.values()), 0)
 
     def token_range(self, start: int, end: int) -> list[int]:
         """Tokens [start, end) of prompt and output."""
