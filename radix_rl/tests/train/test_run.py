@@ -60,3 +60,12 @@ def test_an_output_directory_that_cannot_be_written_is_a_clear_error(config, fai
     config.output_dir.write_text("a file")
     with pytest.raises(ConfigurationError, match=r"output_dir: cannot write into .*run': File exists"):
         train(config)
+
+
+def test_a_run_without_any_environment_is_told_before_anything_is_written(config):
+    without = config.model_copy(update={"environment": None})
+    with pytest.raises(
+        ConfigurationError, match=r"environment: none is configured; .* pass one to train\(\)"
+    ):
+        train(without)
+    assert not config.output_dir.exists()

@@ -1,5 +1,10 @@
 """A run that is started from Python with an environment of one's own leaves all that the command leaves."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import msgspec
 
 from radix_rl.observe.metrics import read_metrics
@@ -32,3 +37,24 @@ def test_a_run_from_python_writes_and_shows_what_the_command_does(make_config, e
 def test_progress_can_be_switched_off(make_config, environment, capsys):
     train(make_config(train={"steps": 1}), environment=environment, show_progress=False)
     assert "step 1/1" not in capsys.readouterr().err
+
+
+def test_the_script_of_the_guide_runs_with_two_ranks(model_path, tmp_path):
+    guide = (Path(__file__).parents[3] / "docs/training.md").read_text()
+    (script,) = re.findall(r"^```python\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    (tmp_path / "own.py").write_text(script)
+    (tmp_path / "run.toml").write_text(
+        f"""
+        output_dir = "run"
+        model = {{ path = "{model_path}" }}
+        engine = {{ dtype = "float32", context_length = 64, kv_cache_tokens = 2048 }}
+        output_store = {{ backend = "shared_memory" }}
+        rollout = {{ prompts_per_step = 2, samples_per_prompt = 2, sampling = {{ max_new_tokens = 4 }} }}
+        train = {{ steps = 1, num_ranks = 2, num_threads = 1 }}
+        """
+    )
+    command = [sys.executable, "own.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("1 {'steps': 1.0")
+    assert read_metrics(tmp_path / "run/metrics.jsonl")[0]["train/tokens"] > 0

@@ -30,7 +30,8 @@ class RunConfig(Section):
     model: ModelConfig
     engine: EngineConfig = EmbeddedEngineConfig()
     output_store: OutputStoreConfig = OutputStoreConfig()
-    environment: EnvironmentConfig
+    environment: EnvironmentConfig | None = None
+    """May be left out where Python code passes an environment of its own."""
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -61,6 +61,10 @@ def train(
     Raises RadixError, OutputStoreError and, after a SIGINT, KeyboardInterrupt; whatever is raised, everything
     that was started has ended by then.
     """
+    if environment is None and config.environment is None:
+        raise ConfigurationError(
+            "environment: none is configured; add a section [environment], or pass one to train()"
+        )
     refuse_a_run_that_is_there(config)
     check_launch(config)
     checkpoint = find_checkpoint(config.checkpoint.resume, config.output_dir / "checkpoints")
@@ -105,6 +109,7 @@ async def build_and_run(
         store = None if run_store is None else run_store.store
         tokenizer = load_tokenizer(config.model.path)
         if environment is None:
+            assert config.environment is not None, "checked by train()"
             environment = create_environment(config.environment, tokenizer, seed=config.seed)
         trainer = await asyncio.to_thread(build_trainer, config, run_store, checkpoint)
         stack.callback(trainer.close)

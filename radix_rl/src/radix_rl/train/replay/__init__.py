@@ -1,6 +1,7 @@
 """Replay: the trainer's forward pass takes the choices that the engine recorded.
 
 assemble.py        recorded rows of samples as arrays: read once, only the rows in use
+own_loop.py        routing replay for a training loop outside of this package
 hooked.py          the life of a replay by forward hooks on one microbatch
 experts.py         routing replay: the recorded experts of every MoE layer
 router_weights.py  how each family of routers weights the experts it is given
