@@ -148,3 +148,13 @@ async def test_reference_handed_from_one_owner_to_the_next_is_discarded_by_the_l
     second.discard_all()
     await writer.close()
     assert gated_store.objects == set()
+
+
+async def test_reference_that_comes_after_the_request_ended_is_discarded_at_once(writer, gated_store):
+    owned = Owned()
+    owned.close()
+    ref = await writer.write(TokenOutputStash(routed_experts=np.zeros((1, 1, 2), np.int32)))
+    owned.add(ref, writer)
+    assert ref.key not in owned
+    await writer.close()
+    assert gated_store.objects == set()

@@ -1,8 +1,9 @@
-"""Whose object is it? Each one stored belongs to this process until the bytes of its reference have gone out
-to a client that is still connected; what does not get that far is deleted.
+"""Who owns a stored object: this process, until the reference has gone out to a client that still listens.
 
-Common to the HTTP servers of all engines. In process there is no client beyond the caller: there an object
-is handed over when the caller gets the reference.
+What does not get that far is deleted. Common to the HTTP servers of all engines: the embedded engine's server
+sends its answers itself and uses `Owned` alone; SGLang's and vLLM's send theirs past the plugin, so that the
+app is wrapped in `HandoverMiddleware`. In process there is no client beyond the caller: there an object is
+handed over when the caller gets the reference.
 """
 
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -24,9 +25,13 @@ class Owned:
 
     def __init__(self) -> None:
         self._refs: dict[str, tuple[StoreRef, OutputStoreWriter]] = {}
+        self._closed = False
 
     def add(self, ref: StoreRef, writer: OutputStoreWriter) -> None:
+        """After `close` the object is deleted at once: a late answer that nobody waits for leaves nothing."""
         self._refs[ref.key] = (ref, writer)
+        if self._closed:
+            self.discard_all()
 
     def move(self, key: str, to: "Owned | None") -> None:
         """Hand a reference on; None: to the client."""
@@ -38,9 +43,18 @@ class Owned:
         return [key for key in self._refs if key.encode() in body]
 
     def discard_all(self) -> None:
+        """Delete in the background what was not handed on."""
         for ref, writer in self._refs.values():
             writer.discard([ref])
         self._refs.clear()
+
+    def close(self) -> None:
+        """Delete what was not handed on, and from here on whatever is added. Idempotent."""
+        self._closed = True
+        self.discard_all()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._refs
 
     def __bool__(self) -> bool:
         return bool(self._refs)
@@ -79,7 +93,7 @@ class HandoverMiddleware:
             await self._app(scope, receive, send_and_note)
         finally:
             _http_request.reset(token)
-            owned.discard_all()
+            owned.close()
 
 
 async def _client_has_left(receive: Receive) -> bool:

@@ -3,12 +3,12 @@
 Token ids in, token ids out: nothing here is ever re-tokenized.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from radix_engine_plugins.logprobs import LOGPROB_FLOOR as LOGPROB_FLOOR
-from radix_transfer_plugins import TokenOutputStash
+from radix_transfer_plugins import StoreRef, TokenOutputStash
 
 
 class SamplingParams(
@@ -93,8 +93,7 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     outputs: TokenOutputStash | None = None
     routed_experts_start: int = 0
     """Absolute row of the first routed-experts row, as the engine used it."""
-    output_store_ref: dict[str, Any] | None = None
-    """`StoreRef.to_builtins()`."""
+    output_store_ref: StoreRef | None = None
 
 
 class PartialOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -93,7 +93,7 @@ class HoldableEngine(Engine):
             assert self.writer is not None
             stash = TokenOutputStash(routed_experts=rows)
             starts = {"routed_experts": request.routed_experts_start_len}
-            ref, rows = (await self.writer.write(stash, starts)).to_builtins(), None
+            ref, rows = await self.writer.write(stash, starts), None
         return GenerateOutput(
             request_id=request.request_id,
             prompt_tokens=len(request.input_ids),

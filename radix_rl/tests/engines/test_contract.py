@@ -23,7 +23,7 @@ from radix_rl.server.app import create_app
 from radix_rl.server.runner import HttpServer, bind
 from radix_rl.server.settings import ServerSettings
 from radix_rl.types import GenerateOutput, GenerateRequest, SamplingParams
-from radix_transfer_plugins import OutputStore, StoreRef, TokenOutputStash
+from radix_transfer_plugins import OutputStore, TokenOutputStash
 
 PROMPT = tuple(range(3, 15))
 
@@ -157,7 +157,7 @@ async def test_tokens_and_rows_are_those_of_the_model_inline_and_stored(engine, 
     )
     assert inline.output_ids == stored.output_ids == tuple(expected[0, len(PROMPT) :].tolist())
     assert (inline.request_id, inline.finish_reason.type) == ("a", "length")
-    ref = StoreRef.from_builtins(stored.output_store_ref)
+    ref = stored.output_store_ref
     (stash,) = store.read_many([(ref, ["routed_experts"])], stash_type=TokenOutputStash, buffer_bytes=1 << 20)
     assert stored.outputs is None
     assert stash.routed_experts.shape == (len(PROMPT) + 5, 2, 2)
@@ -199,7 +199,7 @@ async def test_aborting_answers_with_what_there_is_and_an_unknown_id_is_ignored(
     answer = await task
     assert answer.finish_reason.type == "abort"
     assert 0 < len(answer.output_ids) < 900
-    ref = StoreRef.from_builtins(answer.output_store_ref)
+    ref = answer.output_store_ref
     assert ref.fields["routed_experts"].shape == (len(PROMPT) + len(answer.output_ids) - 1, 2, 2)
     store.delete_many([ref])
 

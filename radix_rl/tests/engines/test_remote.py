@@ -19,7 +19,7 @@ from radix_rl.server.runner import bind
 from radix_rl.types import FinishReason, SamplingParams, VersionSpan
 from radix_rl.weights.sync import WeightSynchronizer
 from radix_rl.weights.transports.http import HttpTransport
-from radix_transfer_plugins import StoreRef, TokenOutputStash
+from radix_transfer_plugins import TokenOutputStash
 from radix_transfer_plugins.errors import StoreFullError
 
 VIA_STORE = {"return_routed_experts": True, "return_outputs_via_store": True}
@@ -90,7 +90,7 @@ async def test_rows_come_through_the_store_as_a_reference(serve, connect, reques
     answer = await engine.generate(request)
     index = ReplayIndex()
     index.add_response(request, answer, store_backend="memory")
-    ref = StoreRef.from_builtins(answer.output_store_ref)
+    ref = answer.output_store_ref
     (stash,) = store.read_many([(ref, ["routed_experts"])], stash_type=TokenOutputStash, buffer_bytes=1 << 20)
     assert stash.routed_experts is not None
     assert stash.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]

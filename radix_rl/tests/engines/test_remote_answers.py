@@ -50,6 +50,13 @@ def sglang_answer(**meta) -> dict:
     }
 
 
+async def test_a_malformed_reference_is_refused_where_it_enters(request_for):
+    engine = answering(sglang_answer(output_store_ref={"version": 99}, routed_experts=None))
+    with pytest.raises(ReplayError, match="output_store_ref is not usable: unknown version 99"):
+        await engine.generate(request_for(return_routed_experts=True, return_outputs_via_store=True))
+    await engine.close()
+
+
 async def test_rows_without_a_shape_are_refused_not_guessed(request_for):
     engine = answering(sglang_answer())
     with pytest.raises(ReplayError, match=r"does not tell layers and top-k.*experts_per_token"):

@@ -84,7 +84,7 @@ class ScriptedEngine(Engine):
             if request.return_outputs_via_store:
                 assert self.store is not None
                 (stored,) = self.store.put_many([stash], start_rows=[{"routed_experts": start}])
-                ref, stash = stored.to_builtins(), None
+                ref, stash = stored, None
         return GenerateOutput(
             request_id=request.request_id,
             prompt_tokens=num_prompt,

@@ -115,7 +115,7 @@ def test_a_lost_object_is_named_with_sample_field_and_key(store, sample_of):
     kept, lost = sample_of(5, 3, index=0), sample_of(5, 3, index=1)
     delete_refs([lost], store)
     (ref,) = lost.replay.refs()
-    with pytest.raises(ReplayError, match=rf"sample 0/1: field 'routed_experts' is lost.*{ref['key']}"):
+    with pytest.raises(ReplayError, match=rf"sample 0/1: field 'routed_experts' is lost.*{ref.key}"):
         assemble_replay([kept, lost], store, ["routed_experts"], BUFFER_BYTES)
 
 
@@ -135,7 +135,7 @@ def test_the_sampling_mask_skips_injected_tokens(engine, store, ask):
             sampling_mask_lengths=np.array(lengths, np.int32), sampling_mask_token_ids=np.array(ids, np.int32)
         )
         (ref,) = store.put_many([stash])
-        return msgspec.structs.replace(engine.answer(request), output_store_ref=ref.to_builtins())
+        return msgspec.structs.replace(engine.answer(request), output_store_ref=ref)
 
     options = {"return_routed_experts": False, "return_sampling_mask": True}
     first = ask(3, sampling=SamplingParams(max_new_tokens=2), **options)

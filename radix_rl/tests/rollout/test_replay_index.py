@@ -130,13 +130,6 @@ def test_a_ref_of_another_backend_is_refused(engine, ask):
     assert index.refs() == []
 
 
-def test_a_malformed_ref_is_a_replay_error(engine, ask):
-    request = ask(5, sampling=sampled(3))
-    answer = msgspec.structs.replace(engine.answer(request), output_store_ref={"version": 99})
-    with pytest.raises(ReplayError, match="output_store_ref is not usable"):
-        ReplayIndex().add_response(request, answer, store_backend=MEMORY)
-
-
 def test_store_and_inline_of_one_field_do_not_mix(engine, ask):
     first = ask(5, sampling=sampled(3))
     second = ask(8, sampling=sampled(2), routed_experts_start_len=7, return_outputs_via_store=False)
@@ -164,7 +157,7 @@ def test_an_unknown_field_is_named(engine, store, ask):
 
     request = ask(5, sampling=sampled(3))
     (ref,) = store.put_many([Other(surprise=np.zeros(3, np.int32))])
-    answer = msgspec.structs.replace(engine.answer(request), output_store_ref=ref.to_builtins())
+    answer = msgspec.structs.replace(engine.answer(request), output_store_ref=ref)
     with pytest.raises(ReplayError, match="unknown replay output 'surprise'"):
         ReplayIndex().add_response(request, answer, store_backend=MEMORY)
 
@@ -186,7 +179,7 @@ def test_the_sampling_mask_is_indexed_by_the_tokens_it_belongs_to(store, ask, en
         )
         (ref,) = store.put_many([stash])
         bare = engine.answer(msgspec.structs.replace(request, return_routed_experts=False))
-        return msgspec.structs.replace(bare, output_store_ref=ref.to_builtins())
+        return msgspec.structs.replace(bare, output_store_ref=ref)
 
     options = {"return_routed_experts": False, "return_sampling_mask": True}
     first, second = ask(5, sampling=sampled(2), **options), ask(9, sampling=sampled(1), **options)
@@ -200,10 +193,11 @@ def test_the_sampling_mask_is_indexed_by_the_tokens_it_belongs_to(store, ask, en
     assert spans(index, "sampling_mask_lengths") == [(5, 6)]
 
 
-def test_segments_hold_plain_json_types(engine, ask):
+def test_a_segment_refers_to_the_object_of_its_answer(engine, ask):
     request = ask(5, sampling=sampled(3))
     index = ReplayIndex()
-    index.add_response(request, engine.answer(request), store_backend=MEMORY)
+    answer = engine.answer(request)
+    index.add_response(request, answer, store_backend=MEMORY)
     (segment,) = index.segments["routed_experts"]
     assert isinstance(segment, StoreSegment)
-    assert msgspec.json.decode(msgspec.json.encode(segment.ref)) == segment.ref
+    assert segment.ref is answer.output_store_ref

@@ -146,7 +146,7 @@ class LetterEngine(Engine):
         ref = None
         if stash is not None and request.return_outputs_via_store:
             assert self.writer is not None
-            ref = (await self.writer.write(stash, start_rows)).to_builtins()
+            ref = await self.writer.write(stash, start_rows)
         return GenerateOutput(
             request_id=request.request_id,
             prompt_tokens=len(request.input_ids),

@@ -62,20 +62,20 @@ def replay_bytes(samples: Sequence[Sample]) -> tuple[int, int, int]:
     for sample in samples:
         for segments in sample.replay.segments.values():
             inline_bytes += sum(_base64_length(_raw_bytes(segment)) for segment in segments)
-    refs = {ref["key"]: ref for sample in samples for ref in sample.replay.refs()}
-    store_bytes = sum(len(msgspec.json.encode(ref)) for ref in refs.values())
-    stored_bytes = sum(spec["stored_bytes"] for ref in refs.values() for spec in ref["fields"].values())
+    refs = {ref.key: ref for sample in samples for ref in sample.replay.refs()}
+    store_bytes = sum(len(msgspec.json.encode(ref.to_builtins())) for ref in refs.values())
+    stored_bytes = sum(spec.stored_bytes for ref in refs.values() for spec in ref.fields.values())
     return inline_bytes, store_bytes if refs else inline_bytes, stored_bytes
 
 
 def _raw_bytes(segment: Segment) -> int:
     if not isinstance(segment, StoreSegment):
         return segment.array.nbytes
-    spec = segment.ref["fields"][segment.field]
+    spec = segment.ref.fields[segment.field]
     rows = segment.end_row - segment.start_row
     if segment.field in MASK_FIELDS:
-        rows = spec["shape"][0]
-    return rows * math.prod(spec["shape"][1:]) * np.dtype(spec["dtype"]).itemsize
+        rows = spec.shape[0]
+    return rows * math.prod(spec.shape[1:]) * spec.numpy_dtype.itemsize
 
 
 def _base64_length(num_bytes: int) -> int:

@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 
 from radix_rl.rollout.sample import Sample
 from radix_rl.types import GenerateOutput
-from radix_transfer_plugins import OutputStore, StoreRef
+from radix_transfer_plugins import OutputStore
 from radix_transfer_plugins.errors import OutputStoreError
 
 logger = logging.getLogger(__name__)
@@ -21,8 +21,8 @@ def delete_refs(samples: Iterable[Sample], store: OutputStore) -> int:
 
     For the `finally` of the last reader: absent objects count as deleted. Raises the store's errors.
     """
-    refs = {ref["key"]: ref for sample in samples for ref in sample.replay.refs()}
-    store.delete_many([StoreRef.from_builtins(ref) for ref in refs.values()])
+    refs = {ref.key: ref for sample in samples for ref in sample.replay.refs()}
+    store.delete_many(list(refs.values()))
     return len(refs)
 
 
@@ -32,7 +32,7 @@ def discard_answer(output: GenerateOutput, store: OutputStore | None) -> None:
     if store is None or output.output_store_ref is None:
         return
     try:
-        store.delete_many([StoreRef.from_builtins(output.output_store_ref)])
+        store.delete_many([output.output_store_ref])
     except OutputStoreError as error:
         logger.warning("could not delete the object of a refused answer: %s", error)
 

@@ -3,12 +3,10 @@ reading.
 
 A field is a name of TokenOutputStash. All rows are absolute token positions of the sample. Row t of a
 per-token field (routed_experts, indexer_topk) holds the choices made while token t went through the model;
-row t of the sampling mask is the support from which token t was sampled. Refs are kept as plain JSON types,
-so that a sample crosses process borders unchanged.
+row t of the sampling mask is the support from which token t was sampled.
 """
 
 from collections.abc import Iterator
-from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -16,7 +14,6 @@ import numpy as np
 from radix_rl.errors import ReplayError
 from radix_rl.types import GenerateOutput, GenerateRequest
 from radix_transfer_plugins import StoreRef, TokenOutputStash
-from radix_transfer_plugins.errors import RefError
 
 PER_TOKEN_FIELDS = ("routed_experts", "indexer_topk")
 MASK_FIELDS = ("sampling_mask_lengths", "sampling_mask_token_ids", "sampling_mask_logprobs")
@@ -29,7 +26,7 @@ class StoreSegment(msgspec.Struct, frozen=True, kw_only=True, tag="store", forbi
 
     start_row: int
     end_row: int
-    ref: dict[str, Any]
+    ref: StoreRef
     field: str
     origin_row: int = 0
     """Sample row of the field's absolute row 0. Other than 0 for the sampling mask only, which is stored by
@@ -56,7 +53,7 @@ Segment = StoreSegment | InlineSegment
 class ReplayIndex(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False):
     segments: dict[str, list[Segment]] = {}
     """Field -> segments in row order, without overlap; per-token fields without gap, from row 0."""
-    added_refs: list[dict[str, Any]] = []
+    added_refs: list[StoreRef] = []
     """See `refs`."""
 
     @property
@@ -111,14 +108,14 @@ class ReplayIndex(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=F
             # The last of them stays with zero rows: no rows differs from a field that was not asked for.
             self.segments[field] = kept or [_cut_end(field, segments[0], segments[0].start_row)]
 
-    def refs(self) -> list[dict[str, Any]]:
+    def refs(self) -> list[StoreRef]:
         """Every ref that was ever added, once each, also those whose rows were cut: all must be deleted."""
-        return list({ref["key"]: ref for ref in self.added_refs}.values())
+        return list({ref.key: ref for ref in self.added_refs}.values())
 
     def _accept_ref(
         self, request: GenerateRequest, output: GenerateOutput, store_backend: str | None
     ) -> StoreRef | None:
-        """Check where the answer's outputs are; parse and remember its ref."""
+        """Check where the answer's outputs are, and remember its ref."""
         name = f"request {request.request_id}"
         if output.output_store_ref is None:
             if output.outputs is not None and request.return_outputs_via_store:
@@ -132,17 +129,14 @@ class ReplayIndex(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=F
                     "installed)"
                 )
             return None
-        try:
-            ref = StoreRef.from_builtins(output.output_store_ref)
-        except RefError as error:
-            raise ReplayError(f"{name}: the answer's output_store_ref is not usable: {error}") from error
+        ref = output.output_store_ref
         if ref.backend != store_backend:
             raise ReplayError(
                 f"{name}: the answer's ref is of backend {ref.backend!r}, expected {store_backend!r}: the "
                 "engine and "
                 "this run must be configured with the same output store"
             )
-        self.added_refs.append(output.output_store_ref)
+        self.added_refs.append(ref)
         if not request.return_outputs_via_store:
             raise ReplayError(f"{name} asked for inline outputs and was answered with a store reference")
         if output.outputs is not None:
@@ -277,8 +271,7 @@ def _shape_and_start(field: str, output: GenerateOutput, ref: StoreRef | None) -
 def _make_segment(field: str, output: GenerateOutput, ref: StoreRef | None, start: int, end: int) -> Segment:
     if ref is not None:
         origin = start if field in MASK_FIELDS else 0
-        data = cast(dict[str, Any], output.output_store_ref)
-        return StoreSegment(start_row=start, end_row=end, ref=data, field=field, origin_row=origin)
+        return StoreSegment(start_row=start, end_row=end, ref=ref, field=field, origin_row=origin)
     array = getattr(output.outputs, field)
     if field in PER_TOKEN_FIELDS:
         array = array[start - output.routed_experts_start :]
@@ -309,6 +302,6 @@ def _check_same_kind(where: str, earlier: Segment, later: Segment) -> None:
 
 def _row_kind(segment: Segment) -> tuple[tuple[int, ...], str]:
     if isinstance(segment, StoreSegment):
-        spec = segment.ref["fields"][segment.field]
-        return tuple(spec["shape"][1:]), spec["dtype"]
+        spec = segment.ref.fields[segment.field]
+        return spec.shape[1:], spec.dtype
     return segment.array.shape[1:], segment.array.dtype.name

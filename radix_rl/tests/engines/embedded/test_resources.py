@@ -25,7 +25,7 @@ from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.engines.embedded.outputs import build_output
 from radix_rl.engines.embedded.schedule.sequence import Sequence
 from radix_rl.types import FinishReason
-from radix_transfer_plugins import OutputStore, StoreRef, TokenOutputStash, create_backend
+from radix_transfer_plugins import OutputStore, TokenOutputStash, create_backend
 
 MB = 1 << 20
 LOOP_BOUND_S = 0.002
@@ -182,7 +182,7 @@ async def test_ids_above_a_byte_are_stored_whole_and_in_the_model_s_width_for_ev
                 request.request_id, request.input_ids, max_new_tokens=1, return_routed_experts=True,
                 return_outputs_via_store=True,
             )  # fmt: skip
-            refs.append(StoreRef.from_builtins((await engine.generate(stored)).output_store_ref))
+            refs.append((await engine.generate(stored)).output_store_ref)
         store = OutputStore(backend=create_backend("memory", config))
         stashes = store.read_many(
             [(ref, ["routed_experts"]) for ref in refs], stash_type=TokenOutputStash, buffer_bytes=MB
@@ -263,7 +263,7 @@ def test_storing_a_long_answer_leaves_the_event_loop_free(qwen3_moe, settings, l
         output = await build_output(long_answer, engine.writer, "0")
         taken = loop.longest_s
         assert output.outputs is None
-        ref = StoreRef.from_builtins(output.output_store_ref)
+        ref = output.output_store_ref
         assert ref.fields["routed_experts"].shape == (8191, 48, 8)
         engine.writer.discard([ref])
         await engine.close()
@@ -295,7 +295,7 @@ def test_a_request_with_a_long_prompt_leaves_the_event_loop_free(qwen3_moe, sett
         loop.longest_s = 0.0
         output = await engine.generate(request)
         taken = loop.longest_s
-        engine.writer.discard([StoreRef.from_builtins(output.output_store_ref)])
+        engine.writer.discard([output.output_store_ref])
         await engine.close()
         loop.longest_s = taken
 

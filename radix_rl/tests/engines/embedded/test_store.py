@@ -39,7 +39,7 @@ async def test_stored_rows_equal_inline_rows(qwen3_moe, engine_of, prompt, reque
         assert engine.capabilities.output_store == "memory"
     assert inline.output_store_ref is None
     assert stored.outputs is None
-    ref = StoreRef.from_builtins(stored.output_store_ref)
+    ref = stored.output_store_ref
     assert ref.fields["routed_experts"].codec == "narrow"
     assert ref.fields["routed_experts"].start_row == 4
     (stash,) = store.read_many([(ref, ["routed_experts"])], stash_type=TokenOutputStash, buffer_bytes=1 << 20)
@@ -101,7 +101,7 @@ async def test_cancelling_at_any_moment_leaves_no_object(qwen3_moe, engine_of, p
             output = await asyncio.wait_for(engine.generate(request), delay)
         except TimeoutError:
             return
-        held.append(StoreRef.from_builtins(output.output_store_ref))
+        held.append(output.output_store_ref)
 
     async with engine_of(qwen3_moe, output_store=STORE) as engine:
         await asyncio.gather(*[one(engine, i, delay) for i, delay in enumerate(delays)])

@@ -61,7 +61,7 @@ async def build_output(
     if outputs is not None and request.return_outputs_via_store:
         assert writer is not None
         start_rows = dict.fromkeys(sequence.rows, request.routed_experts_start_len)
-        ref = (await writer.write(outputs, start_rows)).to_builtins()
+        ref = await writer.write(outputs, start_rows)
         outputs = None
     return GenerateOutput(
         request_id=request.request_id,

@@ -9,7 +9,9 @@ import numpy as np
 
 from radix_rl.errors import EngineError, ReplayError
 from radix_rl.types import LOGPROB_FLOOR, FinishReason, GenerateOutput, GenerateRequest, VersionSpan
-from radix_transfer_plugins import TokenOutputStash
+from radix_transfer_plugins import StoreRef, TokenOutputStash
+from radix_transfer_plugins.errors import RefError
+from radix_transfer_plugins.responses import REF_KEY
 
 TokenShapes = dict[str, tuple[int, int]]
 """Field -> (layers, top_k) of its rows, told by the server or by the configuration; never inferred from a
@@ -42,8 +44,9 @@ def generate_body(request: GenerateRequest, rid: str) -> dict[str, Any]:
 
 
 def parse_answer(request: GenerateRequest, answer: Any, shapes: TokenShapes) -> GenerateOutput:
-    """Raises EngineError for an answer that is not SGLang's, ReplayError for inline outputs that cannot be
-    decoded."""
+    """Raises EngineError for an answer that is not SGLang's, ReplayError for a reference or inline outputs
+    that cannot be decoded.
+    """
     try:
         meta = answer["meta_info"]
         output_ids = tuple(answer["output_ids"])
@@ -60,13 +63,25 @@ def parse_answer(request: GenerateRequest, answer: Any, shapes: TokenShapes) -> 
             num_retractions=meta.get("num_retractions", 0),
             outputs=_inline_outputs(request, meta, shapes),
             routed_experts_start=meta.get("routed_experts_start_len", request.routed_experts_start_len),
-            output_store_ref=meta.get("output_store_ref"),
+            output_store_ref=_store_ref(request, meta),
         )
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, ReplayError):
             raise
         raise EngineError(
             f"request {request.request_id}: the server's answer is not of SGLang's shape: {error!r}"
+        ) from error
+
+
+def _store_ref(request: GenerateRequest, meta: dict[str, Any]) -> StoreRef | None:
+    """The answer's reference, parsed and validated: here it enters the process."""
+    if meta.get(REF_KEY) is None:
+        return None
+    try:
+        return StoreRef.from_builtins(meta[REF_KEY])
+    except RefError as error:
+        raise ReplayError(
+            f"request {request.request_id}: the answer's {REF_KEY} is not usable: {error}"
         ) from error
 
 

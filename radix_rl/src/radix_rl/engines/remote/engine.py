@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import httpx
@@ -25,8 +25,9 @@ from radix_rl.errors import (
 )
 from radix_rl.types import GenerateOutput, GenerateRequest
 from radix_transfer_plugins import OutputStore, StoreRef
-from radix_transfer_plugins.errors import OutputStoreError
+from radix_transfer_plugins.errors import OutputStoreError, RefError
 from radix_transfer_plugins.ref import REF_VERSION
+from radix_transfer_plugins.responses import find_refs
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class RemoteEngine(Engine):
         try:
             return parse_answer(request, answer, self._shapes)
         except Exception:
-            await self._discard(answer)
+            await self._discard_unread(answer)
             raise
 
     async def abort(self, request_id: str | None = None, message: str | None = None) -> None:
@@ -276,7 +277,7 @@ class RemoteEngine(Engine):
         if not call.done():
             call.cancel()
         elif not call.cancelled() and call.exception() is None:
-            await self._discard({"meta_info": {"output_store_ref": call.result().output_store_ref}})
+            await self._discard([call.result().output_store_ref])
 
     async def _abort_quietly(self, rid: str) -> None:
         try:
@@ -284,14 +285,20 @@ class RemoteEngine(Engine):
         except (EngineError, TimeoutError, ConfigurationError, ValueError) as error:
             logger.debug("abort of %s: %s", rid, error)
 
-    async def _discard(self, answer: Any) -> None:
-        """Delete the object of an answer that nobody will read."""
-        meta = answer.get("meta_info") if isinstance(answer, dict) else None
-        ref = meta.get("output_store_ref") if isinstance(meta, dict) else None
-        if ref is None or self._store is None:
+    async def _discard_unread(self, answer: Any) -> None:
+        """Delete the objects of an answer that cannot be used."""
+        try:
+            await self._discard(find_refs(answer))
+        except RefError as error:
+            logger.warning("the object of an unusable answer is left for garbage collection: %s", error)
+
+    async def _discard(self, refs: Iterable[StoreRef | None]) -> None:
+        """Delete the objects of an answer that nobody will read."""
+        owned = [ref for ref in refs if ref is not None]
+        if not owned or self._store is None:
             return
         try:
-            await asyncio.to_thread(self._store.delete_many, [StoreRef.from_builtins(ref)])
+            await asyncio.to_thread(self._store.delete_many, owned)
         except OutputStoreError as error:
             logger.warning("could not delete the object of an unread answer: %s", error)
 

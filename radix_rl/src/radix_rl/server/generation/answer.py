@@ -22,7 +22,7 @@ def meta_info(item: Item, output: GenerateOutput, tokenizer: Tokenizer, start_s:
     if item.return_logprob:
         info.update(_logprobs(item, output, tokenizer))
     if output.output_store_ref is not None:
-        info["output_store_ref"] = output.output_store_ref
+        info["output_store_ref"] = output.output_store_ref.to_builtins()
     if output.outputs is not None:
         info.update(_inline(output, output.outputs))
     if item.request.return_sampling_mask:

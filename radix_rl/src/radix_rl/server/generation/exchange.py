@@ -16,10 +16,10 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from radix_engine_plugins.handover import Owned
 from radix_rl.errors import EngineDeadError
 from radix_rl.server.errors import error_body, error_response, is_expected, sse, status_of
 from radix_rl.server.generation.body import Item
-from radix_rl.server.generation.handover import Handover
 from radix_rl.server.state import ServerState
 from radix_rl.types import GenerateOutput, PartialOutput
 
@@ -97,7 +97,7 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._start_s, self._started = send, time.perf_counter(), False
-        self._handover = Handover(self._state.writer)
+        self._owned = Owned()
         self._transport: asyncio.Transport | None = scope.get(TRANSPORT)
         self._gone = asyncio.create_task(_until_disconnected(receive))
         metrics = self._state.metrics
@@ -120,7 +120,7 @@ class Exchange(Response):
             metrics.running.dec(len(self._items))
             metrics.seconds.observe(time.perf_counter() - self._start_s)
             self._gone.cancel()
-            self._handover.close()
+            self._owned.close()
 
     async def _send_answer(self) -> None:
         tasks = [asyncio.create_task(self._generate(item)) for item in self._items]
@@ -175,7 +175,9 @@ class Exchange(Response):
             raise
 
     def _take(self, output: GenerateOutput) -> None:
-        self._handover.take(output)
+        if output.output_store_ref is not None:
+            assert self._state.writer is not None, "create_app refuses an engine with a store and no writer"
+            self._owned.add(output.output_store_ref, self._state.writer)
         metrics = self._state.metrics
         metrics.prompt_tokens.inc(output.prompt_tokens)
         metrics.output_tokens.inc(len(output.output_ids))
@@ -213,7 +215,8 @@ class Exchange(Response):
         safe. Once the tail went to the transport, nobody here can know whether it was read, so nothing is
         deleted any more.
         """
-        if any(self._handover.owns(output) for output in outputs):
+        keys = [output.output_store_ref.key for output in outputs if output.output_store_ref is not None]
+        if any(key in self._owned for key in keys):
             await self._send({"type": "http.response.body", "body": data[:-_TAIL_BYTES], "more_body": True})
             # Returns when the transport has passed on everything before, or has lost the connection.
             await self._send({"type": "http.response.body", "body": b"", "more_body": True})
@@ -221,8 +224,8 @@ class Exchange(Response):
                 raise _ClientGoneError
             data = data[-_TAIL_BYTES:]
         await self._send({"type": "http.response.body", "body": data, "more_body": more_body})
-        for output in outputs:
-            self._handover.delivered(output)
+        for key in keys:
+            self._owned.move(key, to=None)
 
     async def _break_off(self, scope: Scope, receive: Receive) -> None:
         """The server stops and waits no longer. A stream that has begun says so; else the connection ends

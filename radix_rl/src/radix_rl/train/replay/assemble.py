@@ -71,9 +71,8 @@ def _read(
     refs: dict[str, StoreRef] = {}
     spans: dict[str, dict[str, _Span]] = {}
     for _, segment in _store_segments(samples, fields):
-        key = segment.ref["key"]
-        if key not in refs:
-            refs[key] = StoreRef.from_builtins(segment.ref)
+        key = segment.ref.key
+        refs[key] = segment.ref
         start, end = _stored_rows(segment)
         spans.setdefault(key, {}).setdefault(segment.field, _Span()).include(start, end)
     if not refs:
@@ -111,14 +110,14 @@ def _stored_rows(segment: StoreSegment) -> tuple[int, int]:
     """Absolute rows of the stored array. The flat mask fields have no rows to choose from: all of their
     ids."""
     if segment.field in MASK_FIELDS and segment.field != "sampling_mask_lengths":
-        return 0, segment.ref["fields"][segment.field]["shape"][0]
+        return 0, segment.ref.fields[segment.field].shape[0]
     return segment.start_row - segment.origin_row, segment.end_row - segment.origin_row
 
 
 def _lost_message(samples: Sequence[Sample], fields: Sequence[str], error: ObjectLostError) -> str:
     text = str(error)
     for sample, segment in _store_segments(samples, fields):
-        key = f"{segment.ref['key']}/{segment.field}"
+        key = segment.ref.field_key(segment.field)
         if key in text:
             return (
                 f"sample {sample.name}: field {segment.field!r} is lost, the store no longer holds key "
@@ -139,10 +138,10 @@ def _arrays_of(
             if field == "sampling_mask_lengths":
                 array = array[: segment.end_row - segment.start_row]
         elif segment.end_row == segment.start_row:
-            spec = segment.ref["fields"][field]
-            array = np.empty((0, *spec["shape"][1:]), dtype=spec["dtype"])
+            spec = segment.ref.fields[field]
+            array = np.empty((0, *spec.shape[1:]), dtype=spec.dtype)
         else:
-            first_row, read = arrays[segment.ref["key"], field]
+            first_row, read = arrays[segment.ref.key, field]
             start, end = _stored_rows(segment)
             array = read[start - first_row : end - first_row]
         parts.append((segment, array))
