@@ -1,6 +1,7 @@
 """`/update_weights_from_tensor` with SGLang's JSON keys: safetensors where SGLang has pickles."""
 
 import base64
+import io
 import json
 import pickle
 
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 from radix_rl.buckets.bucket import pack_buckets
-from radix_rl.buckets.safetensors import encode_flattened, encode_named_tensors
+from radix_rl.buckets.safetensors import decode_named_tensors, encode_flattened, encode_named_tensors
 
 TENSORS = {
     "w": torch.tensor([[1.5, -2.0, 3.25]], dtype=torch.bfloat16),
@@ -87,6 +88,39 @@ def test_a_version_other_than_the_one_begun_is_refused(server):
 
     assert answer.status_code == 400
     assert "expected '7', which was begun, got '8'" in answer.json()["message"]
+
+
+@pytest.mark.parametrize("name_length", range(60, 76))
+def test_safetensors_are_taken_whatever_their_header_s_length_begins_with(name_length):
+    """A header of 128 bytes begins with the byte that pickles begin with."""
+    name = "a" * name_length
+    text = encode_named_tensors({name: torch.tensor([2.5])})
+
+    ((found, tensor),) = decode_named_tensors(text, None).tensors()
+
+    assert found == name
+    assert tensor.tolist() == [2.5]
+
+
+def test_the_header_lengths_tried_include_one_that_begins_as_a_pickle_does():
+    assert save({"a" * 68: torch.zeros(1)})[:1] == pickle.dumps(0)[:1]
+
+
+def _saved(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_of_any_binary_protocol_is_called_one(protocol):
+    with pytest.raises(ValueError, match="this is a pickle"):
+        decode_named_tensors(_text(pickle.dumps({"w": [1.0]}, protocol)), None)
+
+
+def test_what_torch_saved_is_called_a_pickle():
+    with pytest.raises(ValueError, match="this is a pickle"):
+        decode_named_tensors(_text(_saved({"w": torch.zeros(1)})), None)
 
 
 SPEC = {"name": "w", "dtype": "float32", "shape": [2], "start_idx": 0, "end_idx": 8}

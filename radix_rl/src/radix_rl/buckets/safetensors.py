@@ -24,6 +24,10 @@ from radix_rl.buckets.bucket import TensorSpec, WeightBucket, pack_buckets
 _FLAT = "flattened_tensor"
 _METADATA = "metadata"
 _ONE_BUCKET = 1 << 62
+_HEADER_START = 8
+"""A safetensors file is its header's length in 8 bytes, then the header, which begins with a brace."""
+_PICKLE_STARTS = (*(bytes((0x80, protocol)) for protocol in range(2, 6)), b"PK\x03\x04")
+"""First bytes of pickle's binary protocols, and of the archive of pickles that torch.save writes."""
 
 
 class _FlatSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,15 +64,18 @@ def encode_flattened(bucket: WeightBucket) -> str:
 
 
 def decode_named_tensors(text: str, load_format: str | None) -> WeightBucket:
-    """Raises ValueError that says what is expected for a pickle and for anything else that is not
-    safetensors."""
+    """The tensors of one text of `serialized_named_tensors`.
+
+    Raises ValueError that says what is expected for a pickle and for anything else that is not safetensors.
+    """
     if load_format not in (None, "flattened_bucket"):
         raise ValueError(f'load_format: expected null or "flattened_bucket", got {load_format!r}')
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"serialized_named_tensors: not base64: {error}") from error
-    if data[:1] == b"\x80":
+    # A header's length may begin with any byte, a pickle's first one too: the brace tells them apart.
+    if data[_HEADER_START : _HEADER_START + 1] != b"{" and data.startswith(_PICKLE_STARTS):
         raise ValueError(
             "serialized_named_tensors: this is a pickle, which is refused unread, since unpickling runs the "
             "sender's code; send base64 of safetensors bytes (safetensors.torch.save) in its place, or the "
@@ -79,7 +86,7 @@ def decode_named_tensors(text: str, load_format: str | None) -> WeightBucket:
     except (SafetensorError, KeyError) as error:
         raise ValueError(
             "serialized_named_tensors: expected base64 of safetensors bytes (safetensors.torch.save), got "
-            f"{len(data)} bytes that are none: {error}"
+            f"{len(data)} bytes of something else: {error}"
         ) from error
     if load_format is None:
         if not tensors:
@@ -120,6 +127,6 @@ def _flattened(data: bytes, tensors: dict[str, torch.Tensor]) -> WeightBucket:
 
 
 def _metadata_of(data: bytes) -> dict[str, Any]:
-    """Of a file that safetensors has read, which is why its header can be trusted to be there."""
-    length = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + length]).get("__metadata__") or {}
+    """The header's own metadata; `data` is a file that safetensors has read, so that it has a header."""
+    length = int.from_bytes(data[:_HEADER_START], "little")
+    return json.loads(data[_HEADER_START : _HEADER_START + length]).get("__metadata__") or {}
