@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from radix_rl.addresses import host_and_port
 from radix_rl.errors import ConfigurationError
 from radix_rl.launch import gateway as gateway_module
 from radix_rl.launch.gateway import Gateway, GatewaySettings, find_haproxy, render, require_output_store
@@ -60,7 +61,7 @@ def test_missing_haproxy_is_named_with_the_command_that_installs_it(monkeypatch:
 class Backend:
     """A server that answers with its name and what it was sent; every answer waits for `delay_s`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, host: str = "127.0.0.1") -> None:
         self.name = name
         self.delay_s = 0.0
         self.healthy = True
@@ -99,10 +100,13 @@ class Backend:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        self._server = Server((host, 0), Handler)
         # HAProxy ends its health checks by a reset, which the server would print.
         self._server.handle_error = lambda *_: None
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"http://{host_and_port(host, self._server.server_address[1])}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self) -> None:
@@ -362,6 +366,30 @@ def test_requests_outlive_the_gateway_command(backends: list[Backend], how: str)
         process.communicate(timeout=20)
         wait_for(lambda: not answers(url))
     assert process.returncode == (0 if how == "interrupt" else -signal.SIGKILL)
+
+
+def test_a_gateway_listens_on_the_address_it_was_given_and_no_other(
+    own_host: str, start_gateway: Callable[..., Gateway]
+) -> None:
+    gateway = start_gateway(host=own_host)
+
+    answer = httpx.post(f"{gateway.url}/generate", content=b"hello", timeout=10).json()
+
+    assert answer["sent"] == "hello"
+    if own_host != "localhost":
+        assert not answers(f"http://127.0.0.1:{gateway.settings.port}")
+
+
+def test_a_gateway_reaches_servers_at_any_name_of_the_machine(
+    own_host: str, backends: list[Backend], start_gateway: Callable[..., Gateway]
+) -> None:
+    named = Backend("named", own_host)
+    backends.append(named)
+    gateway = start_gateway(urls=(named.url,))
+
+    answer = httpx.post(f"{gateway.url}/generate", content=b"hello", timeout=10).json()
+
+    assert answer == {"server": "named", "sent": "hello"}
 
 
 def answers(url: str) -> bool:

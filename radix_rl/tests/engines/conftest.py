@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from radix_engine_plugins.writer import OutputStoreWriter
+from radix_rl.addresses import host_and_port
 from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
 from radix_rl.errors import EngineDeadError
@@ -198,7 +199,7 @@ async def serve(memory_store) -> AsyncIterator[Callable[..., Any]]:
             app = create_app(engine, _Tokenizer(), ServerSettings(**(defaults | settings)), writer=writer)
             server = HttpServer(app, drain_s=1)
             sock = sock or bind("127.0.0.1", 0)
-            port = sock.getsockname()[1]
+            address = host_and_port(*sock.getsockname()[:2])
             ready = asyncio.Event()
             serving = asyncio.create_task(server.run_on(sock, handle_signals=False, on_ready=ready.set))
             await asyncio.wait_for(ready.wait(), 20)
@@ -209,7 +210,7 @@ async def serve(memory_store) -> AsyncIterator[Callable[..., Any]]:
                 if writer is not None:
                     await writer.close()
 
-            local = LocalServer(engine, f"http://127.0.0.1:{port}", server)
+            local = LocalServer(engine, f"http://{address}", server)
             stack.push_async_callback(end)
             return local
 

@@ -3,6 +3,8 @@
 import asyncio
 import shutil
 import socket
+import subprocess
+import sys
 import time
 
 import httpx
@@ -11,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from radix_rl.addresses import host_and_port
 from radix_rl.buckets.bucket import TensorSpec, pack_buckets
 from radix_rl.buckets.packed import pack
 from radix_rl.engines.remote.client import HttpClient
@@ -54,9 +57,9 @@ async def serve(make_engine):
     application of each."""
     started = []
 
-    async def start(timeout_s=30.0):
-        sock = bind("127.0.0.1", 0)
-        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    async def start(timeout_s=30.0, host="127.0.0.1"):
+        sock = bind(host, 0)
+        url = f"http://{host_and_port(host, sock.getsockname()[1])}"
         engine = make_engine()
         settings = ServerSettings(model_path="m", served_model_name="m", weight_update_timeout_s=timeout_s)
         app = create_app(engine, None, settings)
@@ -83,8 +86,8 @@ def unused_port():
         return sock.getsockname()[1]
 
 
-def broadcast(timeout_s=30.0):
-    return BroadcastTransport(backend="gloo", host="127.0.0.1", port=0, device=CPU, timeout_s=timeout_s)
+def broadcast(timeout_s=30.0, host="127.0.0.1"):
+    return BroadcastTransport(backend="gloo", host=host, port=0, device=CPU, timeout_s=timeout_s)
 
 
 def assert_equal(weights, model):
@@ -128,6 +131,56 @@ async def test_every_transport_puts_the_same_bits_in_force_whatever_the_bucket(
             assert not engine.paused
             assert_equal(engine.weights, model)
     await synchronizer.close()
+
+
+async def test_broadcasts_reach_engines_at_any_name_of_the_machine(own_host, serve, model):
+    (first, one, _), (second, two, _) = await serve(host=own_host), await serve(host=own_host)
+    synchronizer = WeightSynchronizer([first, second], broadcast(10.0, own_host), bucket_bytes=4_000)
+    for version in (1, 2):
+        await synchronizer.sync(version, named_weights(model))
+
+    for engine in (one, two):
+        assert engine.version == "2"
+        assert_equal(engine.weights, model)
+    await synchronizer.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_an_address_that_means_every_interface_is_none_for_engines_to_reach(host):
+    with pytest.raises(ConfigurationError, match=r"weights\.host: .* every interface"):
+        broadcast(host=host)
+
+
+async def test_a_host_that_is_not_this_machine_s_is_named(serve, model):
+    client, engine, _ = await serve()
+    synchronizer = WeightSynchronizer([client], broadcast(host="192.0.2.77"), bucket_bytes=4_000)
+
+    with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.77:0"):
+        await synchronizer.sync(1, named_weights(model))
+    assert (engine.version, engine.paused) == ("0", False)
+
+
+def test_a_trainer_whose_engines_never_come_says_so_and_ends_in_order(second_address):
+    """A store of torch that gave up waiting ended the process with "terminate called"."""
+    script = f"""
+import socket, torch
+from radix_rl.errors import WeightUpdateError
+from radix_rl.weights.update_group import UpdateGroup
+
+listener = socket.create_server(({second_address!r}, 0))
+try:
+    UpdateGroup.host(
+        "g", "gloo", listener=listener, world_size=2, device=torch.device("cpu"), timeout_s=1.0
+    )
+except WeightUpdateError as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+
+    assert ended.returncode == 0, ended.stderr
+    assert f"rank 0 of 2 could not meet the others at {second_address}:" in ended.stdout
+    assert "within 1 s" in ended.stdout
+    assert "terminate called" not in ended.stderr
 
 
 async def test_a_fleet_keeps_one_group_until_a_server_has_lost_it(serve, model):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from radix_rl.addresses import host_and_port
 from radix_rl.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ async def _serve(
 
         def on_ready() -> None:
             seconds = time.monotonic() - start_s
-            address = f"http://{host}:{sock.getsockname()[1]}"
+            address = f"http://{host_and_port(host, sock.getsockname()[1])}"
             typer.echo(
                 f"ready after {seconds:.1f} s: {address} "
                 f"(context {info.context_length} tokens, weight version {info.weight_version})",

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from radix_rl.addresses import host_and_port
 from radix_rl.errors import ConfigurationError
 
 HEALTHY, ANY = "engines", "engines-any"
@@ -133,7 +134,7 @@ def _address(url: str) -> str:
         or parts.path not in ("", "/")
     ):
         raise ConfigurationError(f"gateway: expected http://host:port, got {url!r}")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host_and_port(host, port)
 
 
 def render(settings: GatewaySettings, admin_socket: Path) -> str:
@@ -145,7 +146,7 @@ def render(settings: GatewaySettings, admin_socket: Path) -> str:
         admin_socket=admin_socket,
         drain_s=settings.drain_s,
         timeout_s=settings.timeout_s,
-        bind=f"{settings.host}:{settings.port}",
+        bind=host_and_port(settings.host, settings.port),
         healthy=HEALTHY,
         any=ANY,
         servers="\n".join([_RULES.format(healthy=HEALTHY, session_header=settings.session_header), *servers]),
@@ -217,7 +218,7 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        return f"http://{self.settings.host}:{self.settings.port}"
+        return f"http://{host_and_port(self.settings.host, self.settings.port)}"
 
     def wait(self) -> int:
         """Blocks until haproxy ends; its exit status."""

@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from radix_rl.addresses import bind_tcp, host_and_port
 from radix_rl.errors import ConfigurationError
 from radix_rl.server.generation.exchange import TRANSPORT
 
@@ -109,18 +110,14 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, not listening yet; port 0 lets the system choose. Raises ConfigurationError naming the
-    remedy.
+    """A bound socket, not listening yet; port 0 lets the system choose.
+
+    Raises ConfigurationError naming the remedy.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((host, port))
+        return bind_tcp(host, port)
     except (OSError, OverflowError) as error:
-        sock.close()
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(
-            f"cannot listen on {host}:{port}: {reason}; choose another --port"
+            f"cannot listen on {host_and_port(host, port)}: {reason}; choose another --port or --host"
         ) from error
-    return sock

@@ -5,7 +5,10 @@ have called `torch.distributed.init_process_group`. The names below which its me
 those that torch's own helper gives a named group, so that members made with `torch.distributed` can join.
 """
 
+import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,9 +16,13 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from radix_rl.addresses import host_and_port, local_address_towards
 from radix_rl.errors import ConfigurationError, WeightUpdateError
 
 GroupBackend = Literal["gloo", "nccl"]
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Names the network interface of every gloo group of the process, which then is the user's choice."""
 
 
 class UpdateGroup:
@@ -42,11 +49,18 @@ class UpdateGroup:
         device: torch.device,
         timeout_s: float,
     ) -> "UpdateGroup":
-        """As one that rank 0 waits for at `address`. `timeout_s` bounds joining and later each broadcast.
+        """A member that rank 0 waits for at `address`.
 
-        Raises WeightUpdateError if the others do not come in time.
+        `timeout_s` bounds joining and later each broadcast. Raises WeightUpdateError if the others do not
+        come in time.
         """
-        return cls._create(name, backend, (address, port, False, None), rank, world_size, device, timeout_s)
+        timeout = timedelta(seconds=timeout_s)
+        with _meeting(name, rank, world_size, host_and_port(address, port), timeout_s):
+            store = TCPStore(address, port, world_size, False, timeout)
+            # The way to rank 0 is the way to the others: this machine's own name may be that of no network.
+            own_address = local_address_towards(address, port, timeout_s)
+            group = _process_group(name, backend, store, own_address, rank, world_size, device, timeout)
+        return cls(name, torch.device("cpu") if backend == "gloo" else device, group, timeout_s)
 
     @classmethod
     def host(
@@ -59,48 +73,23 @@ class UpdateGroup:
         device: torch.device,
         timeout_s: float,
     ) -> "UpdateGroup":
-        """As rank 0. `listener` is bound and is taken over: the others connect to its port."""
-        port = listener.getsockname()[1]
+        """The member of rank 0. `listener` is bound and is taken over: the others connect to its port."""
+        own_address, port = listener.getsockname()[:2]
         listener.listen()
-        place = ("127.0.0.1", port, True, listener.detach())
-        return cls._create(name, backend, place, 0, world_size, device, timeout_s)
-
-    @classmethod
-    def _create(
-        cls,
-        name: str,
-        backend: GroupBackend,
-        place: tuple[str, int, bool, int | None],
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        timeout_s: float,
-    ) -> "UpdateGroup":
         timeout = timedelta(seconds=timeout_s)
-        address, port, is_master, listen_fd = place
-        try:
-            store: Any = TCPStore(
-                address,
+        with _meeting(name, 0, world_size, host_and_port(own_address, port), timeout_s):
+            # The group waits for its members itself. A store that gives up waiting ends the process: its
+            # thread is still running when it is destroyed.
+            store = TCPStore(
+                own_address,
                 port,
                 world_size,
-                is_master,
+                True,
                 timeout,
-                master_listen_fd=listen_fd,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
             )
-            for prefix in (name, f"{name}/", "cpu/" if backend == "gloo" else "cuda/"):
-                store = PrefixStore(prefix, store)
-            if backend == "gloo":
-                group: Any = distributed.ProcessGroupGloo(store, rank, world_size, timeout)
-            else:
-                torch.cuda.set_device(device)
-                options = distributed.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                group = distributed.ProcessGroupNCCL(store, rank, world_size, options)
-        except (RuntimeError, ValueError) as error:
-            raise WeightUpdateError(
-                f"group {name!r}: rank {rank} of {world_size} could not meet the others at {address}:{port} "
-                f"within {timeout_s:g} s: {_first_line(error)}"
-            ) from error
+            group = _process_group(name, backend, store, own_address, 0, world_size, device, timeout)
         return cls(name, torch.device("cpu") if backend == "gloo" else device, group, timeout_s)
 
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
@@ -137,6 +126,45 @@ class UpdateGroup:
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
             group.abort()
+
+
+@contextmanager
+def _meeting(name: str, rank: int, world_size: int, place: str, timeout_s: float) -> Iterator[None]:
+    """Failures to meet the other members as WeightUpdateError."""
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError) as error:
+        raise WeightUpdateError(
+            f"group {name!r}: rank {rank} of {world_size} could not meet the others at {place} within "
+            f"{timeout_s:g} s: {_first_line(error)}"
+        ) from error
+
+
+def _process_group(
+    name: str,
+    backend: GroupBackend,
+    store: Any,
+    own_address: str,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout: timedelta,
+) -> Any:
+    """The process group below the names that torch's own members use."""
+    for prefix in (name, f"{name}/", "cpu/" if backend == "gloo" else "cuda/"):
+        store = PrefixStore(prefix, store)
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+        options: Any = distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return distributed.ProcessGroupNCCL(store, rank, world_size, options)
+    if _GLOO_INTERFACE in os.environ:
+        return distributed.ProcessGroupGloo(store, rank, world_size, timeout)
+    gloo: Any = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=own_address)]
+    return gloo(store, rank, world_size, options)
 
 
 def group_device(backend: str, device: torch.device) -> torch.device:

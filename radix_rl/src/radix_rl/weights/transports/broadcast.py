@@ -3,7 +3,6 @@ engines."""
 
 import asyncio
 import logging
-import socket
 import uuid
 from collections.abc import Sequence
 from functools import partial
@@ -11,6 +10,7 @@ from typing import ClassVar
 
 import torch
 
+from radix_rl.addresses import bind_tcp, host_and_port
 from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.buckets.packed import pack
 from radix_rl.engines.base import Engine
@@ -22,6 +22,7 @@ from radix_rl.weights.update_group import GroupBackend, UpdateGroup, group_devic
 
 logger = logging.getLogger(__name__)
 
+_EVERY_INTERFACE = ("", "0.0.0.0", "::")
 _GRACE_S = 5.0
 """How long the answers of engines are waited for after a broadcast that failed."""
 
@@ -36,8 +37,13 @@ class BroadcastTransport(WeightTransport):
         self, *, backend: GroupBackend, host: str, port: int, device: torch.device, timeout_s: float
     ) -> None:
         """`host` is an address of this machine that the engines reach; port 0 lets the system choose.
-        `timeout_s` bounds the meeting and each broadcast. Raises ConfigurationError for nccl without a
-        GPU."""
+        `timeout_s` bounds the meeting and each broadcast. Raises ConfigurationError for nccl without a GPU
+        and for a host that means every interface."""
+        if host in _EVERY_INTERFACE:
+            raise ConfigurationError(
+                f"weights.host: {host!r} means every interface, which is nowhere that an engine could "
+                "connect to; give the address of this machine that the engines reach"
+            )
         self._backend: GroupBackend = backend
         self._device = group_device(backend, device)
         self._host = host
@@ -108,16 +114,12 @@ class BroadcastTransport(WeightTransport):
                 logger.debug("leaving a group of weight updates: %s", error)
 
     async def _meet(self, remotes: Sequence[RemoteEngine]) -> UpdateGroup:
-        listener = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
-        # The group before leaves connections behind that still wait for their end.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((self._host, self._port))
+            listener = bind_tcp(self._host, self._port)
         except OSError as error:
-            listener.close()
             raise ConfigurationError(
-                f"weights.host, weights.port: cannot listen on {self._host}:{self._port}: {error.strerror}; "
-                "give an address of this machine that the engines reach"
+                f"weights.host, weights.port: cannot listen on {host_and_port(self._host, self._port)}: "
+                f"{error.strerror}; give an address of this machine that the engines reach"
             ) from error
         name, port = f"radix-rl-{uuid.uuid4().hex[:12]}", listener.getsockname()[1]
         self._forsaken.add(name)
