@@ -70,15 +70,12 @@ async def test_a_server_at_any_name_of_the_machine_answers_and_takes_weights(
     own_host, serve, connect, request_for
 ):
     sock = bind(own_host, 0)
-    server = await serve(sock=sock)
+    await serve(sock=sock)
     engine = await connect(f"http://{host_and_port(own_host, sock.getsockname()[1])}")
 
     assert (await engine.generate(request_for())).output_ids == (5, 6, 7)
     await WeightSynchronizer([engine], HttpTransport(), bucket_bytes=64).sync(1, [("w", torch.ones(3))])
     assert (await engine.info()).weight_version == "1"
-    with pytest.raises(EngineDeadError):
-        elsewhere = f"http://127.0.0.2:{sock.getsockname()[1]}"
-        await connect(elsewhere, start_timeout_s=0.2)
 
 
 async def test_info_and_capabilities_are_the_servers(serve, connect):

@@ -6,8 +6,11 @@ together.
 """
 
 import multiprocessing
+import os
+import socket
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
+from radix_rl.addresses import bind_tcp
 from radix_rl.config import RunConfig
 from radix_rl.errors import ConfigurationError, RadixError, TrainingError
 from radix_rl.launch.store import RunStore
@@ -36,6 +40,8 @@ from radix_rl.train.plan.step_plan import SampleTask
 from radix_rl.train.rank_trainer import RankTrainer, build_rank
 from radix_transfer_plugins import OutputStore, create_backend
 
+_LOOPBACK = "127.0.0.1"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 STOP_TIMEOUT_S = 10.0
 REPORT_TIMEOUT_S = 5.0
@@ -70,7 +76,7 @@ class DistributedTrainer:
                 "every rank needs one"
             )
         self._children: list[tuple[BaseProcess, Connection]] = []
-        rendezvous = TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)
+        rendezvous = _rendezvous(self._size)
         context = multiprocessing.get_context("spawn")
         try:
             for rank in range(1, self._size):
@@ -191,7 +197,8 @@ def _without_weight(task: SampleTask) -> SampleTask:
 
 def shard_model(model: PreTrainedModel, device: str, num_ranks: int) -> None:
     """FSDP2 over all ranks: each decoder layer is a unit, and what is left is another. In place."""
-    mesh = init_device_mesh(torch.device(device).type, (num_ranks,))
+    with _gloo_on_loopback():
+        mesh = init_device_mesh(torch.device(device).type, (num_ranks,))
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -207,11 +214,39 @@ def _receive(pipe: Connection, timeout_s: float) -> str | None:
         return "the process died without a word; it may have been killed for its memory"
 
 
+def _rendezvous(num_ranks: int) -> TCPStore:
+    """The store at which the ranks meet. torch alone would listen on every interface of the machine."""
+    listener = bind_tcp(_LOOPBACK, 0)
+    port = listener.getsockname()[1]
+    listener.listen()
+    return TCPStore(
+        _LOOPBACK, port, num_ranks, True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+@contextmanager
+def _gloo_on_loopback() -> Iterator[None]:
+    """Groups made inside listen on the loopback interface only, unless the user chose one.
+
+    gloo takes its interface from the environment alone; without, it is that of the machine's name.
+    """
+    if _GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO_INTERFACE]
+
+
 def _join_group(config: RunConfig, rendezvous: TCPStore, rank: int) -> None:
     backend = "nccl" if torch.device(config.train.device).type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=rendezvous, rank=rank, world_size=config.train.num_ranks, timeout=COLLECTIVE_TIMEOUT
-    )
+    size = config.train.num_ranks
+    with _gloo_on_loopback():
+        dist.init_process_group(
+            backend, store=rendezvous, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
+        )
 
 
 def _build_sharded(config: RunConfig, store: OutputStore | None, checkpoint: Path | None) -> RankTrainer:
@@ -229,7 +264,7 @@ def _child_main(setup: _ChildSetup, pipe: Connection) -> None:
     it."""
     store: OutputStore | None = None
     try:
-        rendezvous = TCPStore("127.0.0.1", setup.port, setup.config.train.num_ranks, is_master=False)
+        rendezvous = TCPStore(_LOOPBACK, setup.port, setup.config.train.num_ranks, is_master=False)
         _join_group(setup.config, rendezvous, setup.rank)
         if setup.store_backend is not None:
             store = OutputStore(backend=create_backend(setup.store_backend, setup.store_config))
