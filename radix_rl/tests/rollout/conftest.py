@@ -34,6 +34,7 @@ class ScriptedEngine(Engine):
             "length",
         )
         self.delay_s: Callable[[GenerateRequest], float] = lambda request: 0.0
+        self.ordered_admission = False
         self.running = 0
         self.most_running = 0
 
@@ -47,6 +48,7 @@ class ScriptedEngine(Engine):
             pause_modes=("in_place",),
             sleep_tags=(),
             weight_transports=("memory",),
+            ordered_admission=self.ordered_admission,
         )
 
     async def start(self) -> EngineInfo:

@@ -89,6 +89,16 @@ async def test_requests_in_flight_stay_below_the_bound(engine, make, problems):
     assert engine.most_running == 3
 
 
+async def test_an_engine_that_orders_requests_gets_a_step_at_once_and_in_order(engine, make, problems):
+    engine.ordered_admission = True
+    engine.delay_s = lambda request: 0.005
+    generator = make(max_concurrent_requests=1)
+    await generator.generate(0, problems)
+    assert engine.most_running == len(engine.requests)
+    asked = [request.input_ids for request in engine.requests]
+    assert asked == [problem.prompt_ids for problem in problems for _ in range(2)]
+
+
 async def test_an_error_cancels_the_rest_and_leaves_nothing_in_the_store(engine, store, make, problems):
     def fail_late(request):
         if len(request.input_ids) == 5:

@@ -49,7 +49,7 @@ class RolloutConfig(Section):
     prompts_per_step: int = Field(default=32, ge=1)
     samples_per_prompt: int = Field(default=8, ge=1)
     max_concurrent_requests: int = Field(default=256, ge=1)
-    """Requests in flight, over all engines."""
+    """Requests in flight, over all servers. The embedded engine takes all and queues them itself."""
     max_sample_tokens: int | None = Field(default=None, ge=2)
     """Prompt plus response tokens kept of a sample; the rest is cut. Unset: nothing is cut."""
     sampling: SamplingConfig = SamplingConfig()

@@ -44,6 +44,9 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Any of "memory", "ipc", "broadcast", "disk", "http"."""
     weight_names: WeightNames = "model"
     """What tensors of an update are called ("disk" always takes a checkpoint)."""
+    ordered_admission: bool = False
+    """Requests that one turn of the event loop submits are admitted in that order, and queue in this process,
+    any number of them. From an empty prefix cache the same requests then meet in the same batches."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

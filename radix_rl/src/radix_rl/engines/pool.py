@@ -63,6 +63,7 @@ class EnginePool(Engine):
             sleep_tags=_common([can.sleep_tags for can in each]),
             weight_transports=_common([can.weight_transports for can in each]),
             weight_names=each[0].weight_names,
+            ordered_admission=all(can.ordered_admission for can in each),
         )
 
     async def start(self) -> EngineInfo:

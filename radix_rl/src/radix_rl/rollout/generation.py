@@ -10,6 +10,7 @@ import hashlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import TypeVar
 
 import msgspec
@@ -86,7 +87,9 @@ class RolloutGenerator:
         self._config = config
         self._seed = seed
         self._builder = SampleBuilder(replay, store, store_backend)
-        self._slots = asyncio.Semaphore(config.max_concurrent_requests)
+        # Whoever waits here for another's end would meet others in a batch by chance.
+        bounded = not engine.capabilities.ordered_admission
+        self._slots = asyncio.Semaphore(config.max_concurrent_requests) if bounded else nullcontext()
         self._check_engine()
 
     async def generate(
@@ -133,7 +136,11 @@ class RolloutGenerator:
             sample = Sample.from_response(request, output, group_id=group, index=0, store_backend=None)
             return self._scored(problem, sample)
 
-        return await gather_or_cancel([one(group, problem) for group, problem in enumerate(problems)])
+        samples = await gather_or_cancel([one(group, problem) for group, problem in enumerate(problems)])
+        if self._engine.capabilities.ordered_admission:
+            # A run that is resumed here finds no prefixes of these problems either.
+            await self._engine.flush_cache()
+        return samples
 
     async def _sample(self, seed_path: str, problem: Problem, group_id: int, index: int) -> Sample:
         """One sample, resumed as often as its request is aborted."""

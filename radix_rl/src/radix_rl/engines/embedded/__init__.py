@@ -2,6 +2,7 @@
 
 engine.py      `EmbeddedEngine`, the contract; runs on the event loop
 worker.py      the thread that owns model, cache and scheduler
+inbox.py       new requests on their way from event loops, in a fixed order
 outbox.py      results on their way back to event loops
 core.py        a step (schedule, forward, sample), pauses, weight versions, sleep, health
 step.py        the tokens of one forward pass

@@ -65,6 +65,18 @@ class EngineCore:
             raise EngineStateError("the key-value cache is asleep; wake(['kv_cache']) before generating")
         self.scheduler.submit(sequence)
 
+    def submit_all(self, sequences: Rows[Sequence]) -> list[Exception | None]:
+        """Queue requests in this order: for each None, or why it is refused."""
+        outcomes: list[Exception | None] = []
+        for sequence in sequences:
+            try:
+                self.submit(sequence)
+            except Exception as error:
+                outcomes.append(error)
+            else:
+                outcomes.append(None)
+        return outcomes
+
     def abort(self, request_id: str | None = None, message: str = "aborted") -> None:
         """End one request, or all, with what they have. An unknown id is ignored."""
         self.scheduler.abort(request_id, message)

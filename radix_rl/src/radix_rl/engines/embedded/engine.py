@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import Sequence as Sequences
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,6 +17,7 @@ from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, Memory
 from radix_rl.engines.embedded.build import build_core, build_writer, describe_model
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
 from radix_rl.engines.embedded.core import EngineCore
+from radix_rl.engines.embedded.inbox import Inbox, Outcomes
 from radix_rl.engines.embedded.outbox import Outbox
 from radix_rl.engines.embedded.outputs import build_output
 from radix_rl.engines.embedded.sampling.uniform import row_keys
@@ -54,6 +57,7 @@ class EmbeddedEngine(Engine):
         self._writer: OutputStoreWriter | None = None
         self._limits: RequestLimits | None = None
         self._core: EngineCore | None = None
+        self._inbox = Inbox(self._submit)
         self._outbox = Outbox()
         self._drawn_seeds = itertools.count()
 
@@ -68,6 +72,7 @@ class EmbeddedEngine(Engine):
             pause_modes=("abort", "retract", "in_place"),
             sleep_tags=_ALL_TAGS,
             weight_transports=("memory",),
+            ordered_admission=True,
         )
 
     async def start(self) -> EngineInfo:
@@ -120,7 +125,7 @@ class EmbeddedEngine(Engine):
         done: asyncio.Future[Sequence] = asyncio.get_running_loop().create_future()
         sequence = self._sequence(request, done, on_tokens=None)
         try:
-            await self._call(lambda core: core.submit(sequence))
+            await self._inbox.put(sequence)
             finished = await done
         except asyncio.CancelledError:
             self._abort_in_background(sequence)
@@ -143,7 +148,7 @@ class EmbeddedEngine(Engine):
         sequence = self._sequence(request, done, on_tokens)
         done.add_done_callback(lambda _: news.set())
         try:
-            await self._call(lambda core: core.submit(sequence))
+            await self._inbox.put(sequence)
             shown = 0
             while True:
                 await news.wait()
@@ -203,6 +208,9 @@ class EmbeddedEngine(Engine):
         return Sequence(
             request=request, seed=seed, stop_token_ids=stops, on_finish=on_finish, on_tokens=on_tokens
         )
+
+    def _submit(self, sequences: Sequences[Sequence]) -> "Future[Outcomes]":
+        return self._running_worker().call(lambda core: core.submit_all(sequences))
 
     async def _answer(self, sequence: Sequence) -> GenerateOutput:
         if sequence.error is not None:
