@@ -78,3 +78,10 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(listed) == sorted(
         str(page.relative_to(ROOT / "docs")) for page in PAGES if (ROOT / "docs") in page.parents
     )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_list_or_table_begins_after_an_empty_line(page):
+    # GitHub shows it either way; the site would show one paragraph.
+    glued = re.findall(r"^(?![-|#\s]|\d+\. )\S.*\n(?=- |1\. |\|)", without_blocks(page), re.MULTILINE)
+    assert glued == []
