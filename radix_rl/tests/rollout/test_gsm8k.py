@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from decimal import Decimal
 from types import SimpleNamespace
 
@@ -74,9 +75,56 @@ def test_the_final_number_must_be_exact(environment, text, reward):
     assert environment.score(problem, (), text) == reward
 
 
-def test_signs_and_decimals_are_read():
-    assert final_number("between 3 and -2.50") == Decimal("-2.5")
-    assert final_number("none") is None
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("between 3 and -2.50", "-2.5"),
+        ("12,345,678.25", "12345678.25"),
+        # Commas that separate no thousands separate numbers.
+        ("8,12", "12"),
+        ("#### 8,12", "8"),
+        ("1,2345", "2345"),
+        ("1234,567", "567"),
+        ("x is 1, 2 or 3.", "3"),
+        # Thousands as LaTeX and typography write them.
+        ("1{,}000", "1000"),
+        (r"1,\!000", "1000"),
+        (r"\$1\,000\,000", "1000000"),
+        ("1\u202f000", "1000"),
+        ("$12{,}345.5$", "12345.5"),
+        (".5", "0.5"),
+        ("-.5", "-0.5"),
+        ("$.75", "0.75"),
+        ("the end.5", "5"),
+        # The typographic minus; a minus between two numbers is no sign.
+        ("\u22127", "-7"),
+        ("10-5", "5"),
+        ("(2)-3", "3"),
+        ("= -5", "-5"),
+        ("-$5", "-5"),
+        ("$-5", "-5"),
+        ("2+3=5", "5"),
+        ("#### 2+3=5", "5"),
+        ("#### 7 (of 12)", "7"),
+        ("####\n7\nsince 3 + 4 = 7 and 9 > 7", "7"),
+        ("#### 7 =", "7"),
+        ("50%", "50"),
+    ],
+)
+def test_numbers_are_read_as_people_write_them(text, number):
+    assert final_number(text) == Decimal(number)
+
+
+@pytest.mark.parametrize("text", ["none", "####", "12 #### none", "-", ".", ","])
+def test_a_text_without_a_number_has_none(text):
+    assert final_number(text) is None
+
+
+def test_a_long_answer_is_read_in_linear_time():
+    started = time.perf_counter()
+    assert final_number("1,111" * 200_000) is not None
+    assert final_number("-.,$" * 200_000) is None
+    assert time.perf_counter() - started < 5
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -13,7 +13,21 @@ from radix_rl.errors import ConfigurationError, DataError
 from radix_rl.rollout.environments.base import Environment, EpochOrder, Problem
 
 ANSWER_MARK = "####"
-_NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(?:\.\d+)?")
+_THOUSANDS = r"(?:\{,\}|\\,|,\\!|,|\u00a0|\u202f)"
+"""Between groups of three digits: a comma, also as LaTeX protects it, or a space that does not break."""
+_NUMBER = re.compile(
+    rf"""
+    (?:(?<![\w.)\]}}])[-+\u2212])?                           # a sign, where it is no operator: not in 10-5
+    \\?\$?                                                 # a dollar sign, also as LaTeX writes it
+    (?:
+        (?: [0-9]{{1,3}}(?:{_THOUSANDS}[0-9]{{3}})+(?![0-9])   # 1,200 and 1{{,}}200; 8,12 are two numbers
+          | [0-9]+ )
+        (?:\.[0-9]+)?
+      | (?<!\w)\.[0-9]+                                      # .5
+    )
+    """,
+    re.VERBOSE,
+)
 
 
 class ChatTokenizer(Protocol):
@@ -124,21 +138,27 @@ def solution_of(record: Record) -> Decimal | None:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the last "####" if there is one, else the last number; thousands separators and "$"
-    are dropped."""
+    """The number after the last "####" if there is one, else the last number of the text.
+
+    After "####" it is the first number, or the result where an equation stands there: 5 in "#### 2 + 3 = 5".
+    Thousands separators and "$" are dropped. Digits joined by commas that separate no thousands are several
+    numbers: "8,12" ends in 12.
+    """
     _, mark, tail = text.rpartition(ANSWER_MARK)
-    found = _NUMBER.findall(tail if mark else text)
-    if not found:
-        return None
-    return _number(found[0] if mark else found[-1])
+    if not mark:
+        found = _NUMBER.findall(text)
+        return _number(found[-1]) if found else None
+    line = tail.strip().partition("\n")[0]
+    found = _NUMBER.findall(line.rpartition("=")[2]) or _NUMBER.findall(line)
+    return _number(found[0]) if found else None
 
 
 def _number(text: str) -> Decimal | None:
-    try:
-        number = Decimal(text.replace(",", "").replace("$", ""))
-    except InvalidOperation:
+    """The value of a text that is one number and nothing else."""
+    if _NUMBER.fullmatch(text) is None:
         return None
-    return number if number.is_finite() else None
+    digits = re.sub(rf"{_THOUSANDS}|\\?\$", "", text).replace("\u2212", "-")
+    return Decimal(digits)
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> Record:
