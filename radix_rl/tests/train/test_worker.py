@@ -63,6 +63,14 @@ def test_a_token_the_mask_leaves_out_changes_nothing(make_config, make_model, ma
         assert torch.equal(one, other)
 
 
+def test_logprobs_are_one_for_each_response_token_also_without_any(make_config, make_model, make_samples):
+    samples = make_samples(2)
+    samples[1].loss_mask = samples[1].loss_mask[:0]
+    samples[1].rollout_logprobs = samples[1].rollout_logprobs[:0]
+    found = PolicyWorker(make_config(), make_model()).logprobs(samples, replay=True)
+    assert [len(values) for values in found] == [samples[0].num_response_tokens, 0]
+
+
 def test_gradient_checkpointing_gives_the_same_step(make_config, make_model, make_samples):
     results = []
     for checkpointing in (False, True):

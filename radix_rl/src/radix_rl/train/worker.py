@@ -116,7 +116,7 @@ class PolicyWorker:
                     )
                     forward_finished()
                 found |= _split(group, values)
-        return [found[id(sample)][-sample.num_response_tokens :] for sample in samples]
+        return [found[id(sample)][sample.num_tokens - sample.num_response_tokens :] for sample in samples]
 
     def _minibatch(
         self,
