@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from radix_engine_plugins.codecs import routed_experts_codec
 from radix_engine_plugins.settings import StoreSettings
 from radix_engine_plugins.sglang.outputs import MaskChunk, RequestOutputs
 from radix_engine_plugins.sglang.plugin import check_version
@@ -53,21 +52,6 @@ def test_only_an_explicit_mark_opts_a_request_in() -> None:
     assert is_marked(SimpleNamespace(custom_params={MARK: True}))
     for params in (None, {}, {MARK: False}, {MARK: 1}, {"thinking_budget": 3}):
         assert not is_marked(SimpleNamespace(custom_params=params))
-
-
-@pytest.mark.parametrize(
-    ("config", "ids"),
-    [({"num_experts": 8}, 8), ({"n_routed_experts": 256}, 256), ({"num_local_experts": 512}, 512)],
-)
-def test_codec_follows_the_models_number_of_experts(config: dict[str, int], ids: int) -> None:
-    codec = routed_experts_codec(SimpleNamespace(**config))
-    assert isinstance(codec, NarrowCodec)
-    assert codec.ids == ids
-
-
-@pytest.mark.parametrize("config", [{}, {"num_experts": None}, {"num_experts": 100_000}])
-def test_model_without_a_count_that_two_bytes_hold_is_stored_raw(config: dict[str, int | None]) -> None:
-    assert isinstance(routed_experts_codec(SimpleNamespace(**config)), RawCodec)
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,58 @@
-"""Codecs for a model's outputs: chosen from its configuration, never from values."""
+"""What a model's configuration says of its replay outputs: how many experts, and how each field is stored.
+
+Codecs are chosen from the configuration, never from values, so that every process of an engine chooses alike.
+"""
 
 from typing import Any
 
+from radix_transfer_plugins import token_output_codecs
 from radix_transfer_plugins.codecs.base import Codec
-from radix_transfer_plugins.codecs.narrow import MAX_IDS, NarrowCodec
-from radix_transfer_plugins.codecs.positions import PositionsCodec
 from radix_transfer_plugins.codecs.raw import RawCodec
 
-_EXPERT_COUNT_NAMES = ("num_experts", "n_routed_experts", "num_local_experts")
+EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN_NAMES = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_topk",
+    "top_k_experts",
+)
 
 
-def routed_experts_codec(hf_text_config: Any) -> Codec:
-    """Narrow by the number of routed experts; raw for a model that has none or more than two bytes hold."""
-    for name in _EXPERT_COUNT_NAMES:
-        count = getattr(hf_text_config, name, None)
-        if isinstance(count, int) and 0 < count <= MAX_IDS:
-            return NarrowCodec(count)
-    return RawCodec()
+def num_routed_experts(text_config: Any) -> int | None:
+    """Routed experts of a layer; None for a model whose configuration names none."""
+    return _first(text_config, EXPERT_COUNT_NAMES)
 
 
-def store_codecs(hf_text_config: Any) -> dict[str, Codec]:
-    """By field of TokenOutputStash, for `OutputStore(codecs=...)`."""
-    return {"routed_experts": routed_experts_codec(hf_text_config), "indexer_topk": PositionsCodec()}
+def experts_per_token(text_config: Any) -> int | None:
+    """Routed experts that a layer chooses for a token; None if the configuration names no such number."""
+    return _first(text_config, EXPERTS_PER_TOKEN_NAMES)
+
+
+def num_indexer_positions(text_config: Any) -> int | None:
+    """Key positions that sparse attention keeps for a token; None for a model without an indexer."""
+    return _first(text_config, ("index_topk",))
+
+
+def store_codecs(text_config: Any) -> dict[str, Codec]:
+    """Codecs by field of TokenOutputStash, for `OutputStore(codecs=...)`; absent fields are stored raw.
+
+    `text_config`: the Hugging Face configuration of the decoder, as every engine holds it.
+    """
+    return token_output_codecs(
+        num_experts=num_routed_experts(text_config), index_topk=num_indexer_positions(text_config)
+    )
+
+
+def routed_experts_codec(text_config: Any) -> Codec:
+    """The codec of routed experts alone, for rows that cross processes on their way to the store."""
+    return store_codecs(text_config).get("routed_experts", RawCodec())
+
+
+def _first(text_config: Any, names: tuple[str, ...]) -> int | None:
+    """The first of these settings that is a positive integer."""
+    for name in names:
+        value = getattr(text_config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None

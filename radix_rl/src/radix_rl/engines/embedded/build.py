@@ -5,6 +5,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from radix_engine_plugins.codecs import (
+    EXPERT_COUNT_NAMES,
+    EXPERTS_PER_TOKEN_NAMES,
+    experts_per_token,
+    num_indexer_positions,
+    num_routed_experts,
+    store_codecs,
+)
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_rl.engines.base import EngineInfo
 from radix_rl.engines.embedded.cache.slots import STRIDE_MULTIPLE
@@ -17,19 +25,6 @@ from radix_rl.engines.embedded.shortcuts.float32 import Float32Products, cpu_lac
 from radix_rl.errors import ConfigurationError
 from radix_transfer_plugins import OutputStore, create_backend
 from radix_transfer_plugins.codecs.base import Codec
-from radix_transfer_plugins.codecs.narrow import NarrowCodec
-from radix_transfer_plugins.codecs.positions import PositionsCodec
-
-_NUM_EXPERTS_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
-
-
-def _first(text_config: Any, names: tuple[str, ...]) -> int | None:
-    for name in names:
-        value = getattr(text_config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
 
 
 def build_core(
@@ -46,26 +41,23 @@ def build_core(
         keeps_all_rows=config.prefix_cache_tokens > 0,
     )
     if config.enable_return_routed_experts:
-        experts, top_k = (
-            _first(loaded.text_config, _NUM_EXPERTS_NAMES),
-            _first(loaded.text_config, _TOP_K_NAMES),
-        )
+        experts = num_routed_experts(loaded.text_config)
+        top_k = experts_per_token(loaded.text_config)
         if experts is None or top_k is None:
             raise ConfigurationError(
                 f"enable_return_routed_experts: {type(loaded.model).__name__}'s configuration names no "
-                "number of experts "
-                f"({', '.join(_NUM_EXPERTS_NAMES)}) or none per token ({', '.join(_TOP_K_NAMES)}); is it a "
-                "dense model?"
+                f"number of experts ({', '.join(EXPERT_COUNT_NAMES)}) or none per token "
+                f"({', '.join(EXPERTS_PER_TOKEN_NAMES)}); is it a dense model?"
             )
         runner.capture_routed_experts(experts, top_k)
     if config.enable_return_indexer_topk:
-        index_topk = _first(loaded.text_config, ("index_topk",))
+        index_topk = num_indexer_positions(loaded.text_config)
         if index_topk is None:
             raise ConfigurationError(
                 f"enable_return_indexer_topk: {type(loaded.model).__name__}'s configuration has no "
                 "index_topk; only models with sparse attention (DeepSeek-V3.2, GLM-MoE-DSA) have an indexer"
             )
-        runner.capture_indexer_topk(int(index_topk))
+        runner.capture_indexer_topk(index_topk)
     cut_overheads(loaded.model)
     runner.try_a_step()
     return EngineCore(
@@ -94,20 +86,17 @@ def build_writer(config: EmbeddedEngineConfig, model: PreTrainedModel | None) ->
     """
     if config.output_store is None:
         return None
-    codecs: dict[str, Codec] = {"indexer_topk": PositionsCodec()}
-    num_experts = _configured_experts(config, model)
-    if num_experts is not None:
-        codecs["routed_experts"] = NarrowCodec(num_experts)
+    codecs = _configured_codecs(config, model)
     backend = create_backend(config.output_store.backend, config.output_store.config)
     store = OutputStore(backend=backend, codecs=codecs)
     return OutputStoreWriter(store, max_concurrent_puts=config.output_store.max_concurrent_puts)
 
 
-def _configured_experts(config: EmbeddedEngineConfig, model: PreTrainedModel | None) -> int | None:
+def _configured_codecs(config: EmbeddedEngineConfig, model: PreTrainedModel | None) -> dict[str, Codec]:
     if model is not None:
         model_config = model.config
     elif config.gguf_file is not None:
-        return None
+        return {}
     else:
         try:
             model_config = AutoConfig.from_pretrained(str(config.model_path))
@@ -115,7 +104,7 @@ def _configured_experts(config: EmbeddedEngineConfig, model: PreTrainedModel | N
             raise ConfigurationError(
                 f"model_path: {config.model_path!r} has no readable config.json: {error}"
             ) from error
-    return _first(model_config.get_text_config(decoder=True), _NUM_EXPERTS_NAMES)
+    return store_codecs(model_config.get_text_config(decoder=True))
 
 
 def describe_model(config: EmbeddedEngineConfig, core: EngineCore) -> EngineInfo:
@@ -128,6 +117,6 @@ def describe_model(config: EmbeddedEngineConfig, core: EngineCore) -> EngineInfo
         max_request_tokens=config.kv_cache_tokens // STRIDE_MULTIPLE * STRIDE_MULTIPLE + 1,
         vocab_size=core.runner.vocab_size,
         num_layers=len(loaded.layers),
-        num_experts=_first(loaded.text_config, _NUM_EXPERTS_NAMES),
-        experts_per_token=_first(loaded.text_config, _TOP_K_NAMES),
+        num_experts=num_routed_experts(loaded.text_config),
+        experts_per_token=experts_per_token(loaded.text_config),
     )

@@ -1,0 +1,45 @@
+"""Codecs follow a model's configuration, whatever family names its settings how."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from radix_engine_plugins.codecs import experts_per_token, routed_experts_codec, store_codecs
+from radix_transfer_plugins.codecs.narrow import NarrowCodec
+from radix_transfer_plugins.codecs.positions import PositionsCodec
+from radix_transfer_plugins.codecs.raw import RawCodec
+
+
+@pytest.mark.parametrize(
+    ("config", "ids"),
+    [
+        ({"num_experts": 8}, 8),
+        ({"n_routed_experts": 256}, 256),
+        ({"num_local_experts": 512}, 512),
+        ({"moe_num_experts": 64}, 64),
+    ],
+)
+def test_codec_follows_the_models_number_of_experts(config: dict[str, int], ids: int) -> None:
+    codec = routed_experts_codec(SimpleNamespace(**config))
+    assert isinstance(codec, NarrowCodec)
+    assert codec.ids == ids
+
+
+@pytest.mark.parametrize("config", [{}, {"num_experts": None}, {"num_experts": 0}, {"num_experts": 100_000}])
+def test_model_without_a_count_that_two_bytes_hold_is_stored_raw(config: dict[str, int | None]) -> None:
+    assert isinstance(routed_experts_codec(SimpleNamespace(**config)), RawCodec)
+    assert store_codecs(SimpleNamespace(**config)) == {}
+
+
+def test_sparse_attention_and_experts_have_a_codec_each() -> None:
+    codecs = store_codecs(SimpleNamespace(n_routed_experts=256, index_topk=2048))
+    assert {name: type(codec) for name, codec in codecs.items()} == {
+        "routed_experts": NarrowCodec,
+        "indexer_topk": PositionsCodec,
+    }
+
+
+@pytest.mark.parametrize("name", ["num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts"])
+def test_experts_per_token_go_by_several_names(name: str) -> None:
+    assert experts_per_token(SimpleNamespace(**{name: 4})) == 4
+    assert experts_per_token(SimpleNamespace()) is None
