@@ -138,7 +138,7 @@ def check_claims(summary: Mapping) -> list[tuple[str, str, bool]]:
     return [
         (
             f"RL raises held-out accuracy by at least {MIN_ACCURACY_GAIN}",
-            f"{before:.3f} -> {after:.3f}",
+            f"{before:.1%} -> {after:.1%}",
             after - before >= MIN_ACCURACY_GAIN,
         ),
         (
@@ -152,13 +152,13 @@ def check_claims(summary: Mapping) -> list[tuple[str, str, bool]]:
             k3_without >= MIN_K3_RATIO * k3_with,
         ),
         (
-            "and the mean gap of their log-probabilities smaller",
+            "and the mean mismatch of their log-probabilities smaller",
             f"{without:.2e} -> {with_replay:.2e}, {without / with_replay:.1f} times",
             with_replay < without,
         ),
         (
             "references in the answers are smaller than the arrays",
-            f"{inline / 1e6:.1f} MB -> {store / 1e6:.1f} MB",
+            f"{inline / 2**20:.1f} MiB -> {store / 2**20:.1f} MiB",
             store < inline,
         ),
         ("no object is left in the store", f"{summary['objects_left']:.0f}", summary["objects_left"] == 0),

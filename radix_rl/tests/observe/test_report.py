@@ -61,10 +61,45 @@ def test_headline_figures_are_those_of_the_summary():
         card.label: (card.value, card.note) for card in headline(summarize(RECORDS) | {"objects_left": 0})
     }
     assert cards["Held-out accuracy"] == ("25.0% → 75.0%", "+50.0 points")
-    assert cards["Mean log-probability gap"] == ("4 → 1", "4.0 times smaller with replay")
+    assert cards["Mean log-probability mismatch"] == ("4 → 1", "4.0 times smaller with replay")
     assert cards["KL estimate (k3)"] == ("5 → 0.5", "10.0 times smaller with replay")
     assert cards["Replay outputs in answers"] == ("400 B → 40 B", "10.0 times smaller through the store")
     assert cards["Objects left in the store"] == ("0", "")
+
+
+def test_a_run_without_evaluation_shows_its_reward():
+    records = [{"step": step, "rollout/reward_mean": float(step)} for step in range(1, 21)]
+    summary = summarize(records)
+    assert (summary["reward_first"], summary["reward_last"]) == (1.5, 19.5)
+    (card,) = headline(summary)
+    assert (card.label, card.value) == ("Mean reward", "1.500 → 19.500")
+    assert "Mean reward" not in [card.label for card in headline(summary | summarize(RECORDS))]
+
+
+def test_a_run_without_replay_and_store_has_no_plots_and_cards_of_them():
+    dense = [
+        {
+            "step": step,
+            "rollout/reward_mean": 0.5,
+            "rollout/response_bytes_inline": 0.0,
+            "rollout/response_bytes_store": 0.0,
+            "gap/mean_abs_without_replay": 0.01,
+        }
+        for step in (1, 2)
+    ]
+    titles = [plot.title for plot in PLOTS if draw(plot, dense) is not None]
+    assert titles == ["Reward", "Log-probability mismatch, rollout against trainer"]
+    assert [card.label for card in headline(summarize(dense) | {"objects_left": 0})] == ["Mean reward"]
+
+
+def test_dark_mode_changes_the_colours_of_page_and_plots(run_dir):
+    html = write_report(run_dir).read_text()
+    dark = html.partition("@media (prefers-color-scheme: dark)")[2].partition("\n  }")[0]
+    used = set(re.findall(r"var\((--[\w-]+)", html))
+    assert {"--plot-text", "--plot-series-1", "--ink", "--card"} <= used
+    assert [name for name in sorted(used) if f"{name}:" not in dark] == []
+    # No colour of the plots is fixed.
+    assert re.findall(r"(?:fill|stroke): #(?!000000)\w+", html.partition("<main>")[2]) == []
 
 
 def test_a_page_refers_to_nothing_outside_itself(run_dir):

@@ -29,6 +29,14 @@ _STYLE: dict[Any, Any] = {
 }
 _COLORS = ("#2563a8", "#d9773b", "#3f9a63", "#8a5fb0", "#b8a13a", "#7a8691")
 
+_CSS_NAMES = {
+    "#9aa3ad": "--plot-edge",
+    "#3b444d": "--plot-text",
+    "#e6e9ed": "--plot-grid",
+    "#6b7580": "--plot-tick",
+} | {color: f"--plot-series-{number}" for number, color in enumerate(_COLORS, start=1)}
+"""Variable by which the page may change a colour, as for dark mode."""
+
 
 class Plot(msgspec.Struct, frozen=True, kw_only=True):
     """What one plot shows of the metrics."""
@@ -41,6 +49,8 @@ class Plot(msgspec.Struct, frozen=True, kw_only=True):
     """(metric, label)."""
     kind: Literal["lines", "stacked"] = "lines"
     log_scale: bool = False
+    if_not_zero: bool = False
+    """Left out where every value is 0: a run without replay has no bytes of it."""
 
 
 PLOTS = (
@@ -57,7 +67,7 @@ PLOTS = (
         series=(("rollout/response_tokens_mean", "mean"), ("rollout/response_tokens_max", "longest")),
     ),
     Plot(
-        title="Log-probability gap, rollout against trainer",
+        title="Log-probability mismatch, rollout against trainer",
         note="Mean absolute difference over response tokens, with the recorded routing and without it.",
         unit="nats a token",
         series=(
@@ -82,6 +92,7 @@ PLOTS = (
             ("rollout/response_bytes_store", "through the store"),
         ),
         log_scale=True,
+        if_not_zero=True,
     ),
     Plot(
         title="Seconds per phase",
@@ -113,10 +124,11 @@ PLOTS = (
 
 
 def draw(plot: Plot, records: Sequence[Mapping[str, Any]]) -> str | None:
-    """`<svg>` of the plot; None if no step has one of its metrics."""
+    """`<svg>` of the plot; None if there is nothing to show."""
     series = [(label, _points(records, metric)) for metric, label in plot.series]
     series = [(label, points) for label, points in series if points]
-    if not series:
+    is_zero = not any(value for _, points in series for value in points.values())
+    if not series or (plot.if_not_zero and is_zero):
         return None
     with matplotlib.rc_context(_STYLE):
         figure = matplotlib.figure.Figure(figsize=(5.6, 2.9), layout="constrained")
@@ -184,6 +196,8 @@ def _svg(figure: matplotlib.figure.Figure, title: str) -> str:
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    for color, name in _CSS_NAMES.items():
+        svg = svg.replace(color, f"var({name}, {color})")
     # The plot takes the width of its card; its own size in points would not shrink on a narrow screen.
     return re.sub(
         r'<svg ([^>]*?)width="[^"]*"', rf'<svg role="img" aria-label="{title}" \1width="100%"', svg, count=1

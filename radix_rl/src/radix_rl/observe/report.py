@@ -61,7 +61,10 @@ def headline(summary: Mapping[str, Any]) -> list[Card]:
         cards.append(
             Card("Held-out accuracy", f"{before:.1%} → {after:.1%}", f"{100 * (after - before):+.1f} points")
         )
-    for name, label in (("gap", "Mean log-probability gap"), ("k3", "KL estimate (k3)")):
+    first, last = summary.get("reward_first"), summary.get("reward_last")
+    if not cards and first is not None and last is not None:
+        cards.append(Card("Mean reward", f"{first:.3f} → {last:.3f}", "first and last tenth of the steps"))
+    for name, label in (("gap", "Mean log-probability mismatch"), ("k3", "KL estimate (k3)")):
         with_replay, without = summary.get(f"{name}_with_replay"), summary.get(f"{name}_without_replay")
         if with_replay is not None and without is not None:
             cards.append(
@@ -75,7 +78,8 @@ def headline(summary: Mapping[str, Any]) -> list[Card]:
     if inline and store and inline != store:
         value = f"{_bytes(inline)} → {_bytes(store)}"
         cards.append(Card("Replay outputs in answers", value, _times(inline, store, "through the store")))
-    if (left := summary.get("objects_left")) is not None:
+    left = summary.get("objects_left")
+    if left or (left is not None and store):
         cards.append(Card("Objects left in the store", f"{left:g}"))
     if (seconds := summary.get("seconds")) is not None:
         cards.append(

@@ -24,13 +24,18 @@ _COMPARED = {
 def summarize(records: Sequence[Record]) -> dict[str, float]:
     """What a run's metrics come to; a figure that was never measured is left out.
 
-    Gaps are means over the steps that measured both sides, so that with and without replay are compared on
-    the same samples. Bytes are sums over all steps, for the replay part of the answers.
+    `reward_first` and `reward_last` are means over the first and the last tenth of the steps. Gaps are means
+    over the steps that measured both sides, so that with and without replay are compared on the same samples.
+    Bytes are sums over all steps, for the replay part of the answers.
     """
-    accuracy = _values(records, "eval/accuracy")
+    accuracy, reward = _values(records, "eval/accuracy"), _values(records, "rollout/reward_mean")
     summary: dict[str, float] = {"steps": float(max((record["step"] for record in records), default=0))}
     if accuracy:
         summary |= {"accuracy_before": accuracy[0], "accuracy_after": accuracy[-1]}
+    if reward:
+        # Over a tenth of the run: the reward of a single step says little.
+        part = max(1, len(reward) // 10)
+        summary |= {"reward_first": fmean(reward[:part]), "reward_last": fmean(reward[-part:])}
     compared = [
         record for record in records if all(record.get(name) is not None for name in _COMPARED.values())
     ]
