@@ -12,9 +12,9 @@ from radix_rl.engines.base import Engine
 from radix_rl.errors import RadixError
 from radix_rl.server import control_routes, info_routes
 from radix_rl.server.auth import BearerAuth
-from radix_rl.server.errors import error_response
 from radix_rl.server.generation import route as generate_route
 from radix_rl.server.generation.openai import routes as openai_routes
+from radix_rl.server.http import error_response
 from radix_rl.server.settings import ServerSettings
 from radix_rl.server.state import ServerState
 from radix_rl.server.weights import routes as weight_routes

@@ -7,7 +7,7 @@ import secrets
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from radix_rl.server.errors import json_response
+from radix_rl.server.http import json_response
 
 _OPEN_PREFIXES = ("/health", "/ready", "/metrics")
 """Probes and scrapers carry no secrets."""

@@ -9,8 +9,7 @@ from starlette.responses import Response
 
 from radix_rl.engines.base import MemoryTag, PauseMode
 from radix_rl.errors import RequestError
-from radix_rl.server.body import read_body
-from radix_rl.server.errors import json_response
+from radix_rl.server.http import json_response, read_body
 from radix_rl.server.state import state_of
 
 router = APIRouter()

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radix_rl.errors import EngineError
-from radix_rl.server.errors import json_response
+from radix_rl.server.http import json_response
 from radix_rl.server.metrics import TellsStats, engine_registry
 from radix_rl.server.state import ServerState, state_of
 from radix_rl.types import GenerateRequest, SamplingParams

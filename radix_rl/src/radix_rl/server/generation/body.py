@@ -12,13 +12,13 @@ import msgspec
 
 from radix_rl.engines.base import EngineInfo
 from radix_rl.errors import RequestError
-from radix_rl.server.body import BodyError, decode_object
 from radix_rl.server.generation.sampling import (
     ParsedSampling,
     TextOptions,
     parse_sampling,
     refuse_unsupported,
 )
+from radix_rl.server.http import BodyError, decode_object
 from radix_rl.types import GenerateRequest
 
 T = TypeVar("T")

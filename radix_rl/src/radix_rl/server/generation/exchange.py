@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from radix_engine_plugins.handover import Owned
 from radix_rl.errors import EngineDeadError
-from radix_rl.server.errors import error_body, error_response, is_expected, sse, status_of
 from radix_rl.server.generation.body import Item
+from radix_rl.server.http import error_body, error_response, is_expected, sse, status_of
 from radix_rl.server.state import ServerState
 from radix_rl.types import GenerateOutput, PartialOutput
 

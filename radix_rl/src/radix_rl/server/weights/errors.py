@@ -2,7 +2,7 @@
 
 from starlette.responses import Response
 
-from radix_rl.server.errors import error_body, json_response, message_of, status_of
+from radix_rl.server.http import error_body, json_response, message_of, status_of
 
 
 def update_error_response(error: BaseException) -> Response:

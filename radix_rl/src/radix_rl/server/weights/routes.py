@@ -20,8 +20,7 @@ from radix_rl.buckets.safetensors import decode_named_tensors
 from radix_rl.buckets.wire import CONTENT_TYPE, decode_bucket
 from radix_rl.errors import ConfigurationError, RequestError, WeightUpdateError
 from radix_rl.openmp_pool import torch_in_thread
-from radix_rl.server.body import read_body
-from radix_rl.server.errors import json_response
+from radix_rl.server.http import json_response, read_body
 from radix_rl.server.state import ServerState, state_of
 from radix_rl.server.weights.bodies import (
     BeginBody,

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from radix_rl.errors import RequestError
-from radix_rl.server.body import BodyError
 from radix_rl.server.generation.sampling import refuse_unsupported
+from radix_rl.server.http import BodyError
 
 _NONE = (None, [], {}, "")
 _NO = (None, False)

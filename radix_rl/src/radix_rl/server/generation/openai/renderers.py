@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from radix_rl.server.errors import sse
 from radix_rl.server.generation.answer import meta_info
 from radix_rl.server.generation.body import GenerateCall, Item, Tokenizer
 from radix_rl.server.generation.exchange import Renderer
 from radix_rl.server.generation.openai.bodies import CommonBody
 from radix_rl.server.generation.text import GrowingText, final_text
 from radix_rl.server.generation.token_bytes import token_bytes, token_text
+from radix_rl.server.http import sse
 from radix_rl.types import GenerateOutput, PartialOutput
 
 

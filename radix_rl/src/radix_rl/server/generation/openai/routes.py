@@ -7,8 +7,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radix_rl.server.body import decode_object
-from radix_rl.server.errors import json_response
 from radix_rl.server.generation.body import build_call
 from radix_rl.server.generation.exchange import Exchange
 from radix_rl.server.generation.openai.bodies import (
@@ -19,6 +17,7 @@ from radix_rl.server.generation.openai.bodies import (
     parse_body,
 )
 from radix_rl.server.generation.openai.renderers import ChatRenderer, CompletionRenderer
+from radix_rl.server.http import decode_object, json_response
 from radix_rl.server.state import ServerState, state_of
 
 router = APIRouter()
