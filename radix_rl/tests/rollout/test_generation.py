@@ -8,6 +8,7 @@ import pytest
 
 from radix_rl.config.rollout import RolloutConfig, SamplingConfig
 from radix_rl.errors import ConfigurationError, EngineError, ReplayError, RequestError
+from radix_rl.rollout import generation
 from radix_rl.rollout.environments.base import Environment, EpochOrder, Problem
 from radix_rl.rollout.generation import RolloutGenerator
 from radix_rl.rollout.metrics import rollout_metrics
@@ -41,7 +42,7 @@ def make(engine, store):
         return RolloutGenerator(
             engine,
             Lengths(),
-            lambda ids: " ".join(map(str, ids)),
+            lambda ids, skip_special_tokens: " ".join(map(str, ids)),
             RolloutConfig(**options),
             seed=seed,
             replay=["routed_experts"],
@@ -211,11 +212,37 @@ async def test_tokens_that_an_abort_brings_without_their_rows_are_sampled_again(
     delete_refs(samples, store)
 
 
-async def test_an_engine_that_only_aborts_is_an_error_and_leaves_nothing(engine, store, make, problems):
+async def test_an_engine_that_only_aborts_is_an_error_and_leaves_nothing(
+    engine, store, make, problems, monkeypatch
+):
+    monkeypatch.setattr(generation, "GIVE_UP_S", 0.3)
     engine.output_tokens = lambda request: (0, "abort")
-    with pytest.raises(EngineError, match="aborted 3 times in a row"):
+    with pytest.raises(EngineError, match=r"problem p0: aborted \d+ times in 0 s without a new token"):
         await make().generate(0, problems[:1])
+    # Each pause is longer than the one before.
+    assert len(engine.requests) < 2 * 10
     assert list(store.list_objects()) == []
+
+
+async def test_aborts_while_a_request_queues_end_no_rollout(engine, store, make, problems):
+    left = dict.fromkeys((problem.prompt_ids for problem in problems), 5)
+
+    def aborted_in_the_queue(request):
+        left[request.input_ids] -= 1
+        return (4, "length") if left[request.input_ids] < 0 else (0, "abort")
+
+    engine.output_tokens = aborted_in_the_queue
+    samples = await make(samples_per_prompt=1).generate(0, problems[:1])
+    assert [len(sample.tokens) - sample.prompt_tokens for sample in samples] == [4]
+    delete_refs(samples, store)
+
+
+async def test_an_evaluation_goes_on_after_an_abort(engine, make):
+    engine.output_tokens = lambda request: (
+        (1, "abort") if request.sampling.max_new_tokens > 2 else (2, "stop")
+    )
+    samples = await make().evaluate(Lengths().eval_problems(), SamplingConfig(max_new_tokens=4))
+    assert [sample.reward for sample in samples] == [4.0] * 3
 
 
 async def test_samples_are_cut_to_the_limit(store, make, problems):

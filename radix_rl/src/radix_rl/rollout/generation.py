@@ -1,7 +1,7 @@
 """`RolloutGenerator`: problems in, scored samples out.
 
 It asks the engine for every sample of a step at once, under a bound on requests in flight; batching is the
-engine's work. Retries are the engine's work too (see `engines/remote.py`, `engines/pool.py`): what fails
+engine's work. Retries are the engine's work too (see `engines/remote/`, `engines/pool.py`): what fails
 here has failed for good.
 """
 
@@ -9,21 +9,23 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from contextlib import nullcontext
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from radix_rl.config.rollout import RolloutConfig, SamplingConfig
 from radix_rl.engines.base import Engine
-from radix_rl.errors import ConfigurationError, EngineError, ReplayError
+from radix_rl.errors import ConfigurationError, EngineError
 from radix_rl.rollout.environments.base import Environment, Problem
 from radix_rl.rollout.refs import delete_refs, in_thread_to_end
 from radix_rl.rollout.replay_index import requested_fields
 from radix_rl.rollout.sample import Sample
 from radix_rl.rollout.sample_builder import SampleBuilder
-from radix_rl.types import GenerateOutput, GenerateRequest, SamplingParams
+from radix_rl.stop_strings import first_stop_across
+from radix_rl.types import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
 from radix_transfer_plugins import OutputStore
 from radix_transfer_plugins.errors import OutputStoreError
 
@@ -31,9 +33,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_FRUITLESS_ABORTS = 3
-"""An answer aborted so many times in a row without a new token is an error: the engine is not going to go
-on."""
+GIVE_UP_S = 60.0
+"""An answer that was aborted again and again for so long without a new token is an error. Aborts in a short
+time say nothing: whoever aborts everything several times reaches requests that only queue.
+"""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
+"""Between two requests after an abort that brought no token: doubled each time."""
+
+
+class Decode(Protocol):
+    """Text of token ids, as a tokenizer's `decode` gives it."""
+
+    def __call__(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool) -> str: ...
+
 
 _REMEDIES = {
     "routed_experts": "for a server: start it with --enable-return-routed-experts; for a dense model: set "
@@ -71,7 +83,7 @@ class RolloutGenerator:
         self,
         engine: Engine,
         environment: Environment,
-        decode: Callable[[Sequence[int]], str],
+        decode: Decode,
         config: RolloutConfig,
         *,
         seed: int,
@@ -79,8 +91,8 @@ class RolloutGenerator:
         store: OutputStore | None = None,
         store_backend: str | None = None,
     ) -> None:
-        """`decode` gives the text of token ids without special tokens. `replay`, `store`, `store_backend`: as
-        for SampleBuilder. Raises ConfigurationError for what the engine cannot give."""
+        """`replay`, `store`, `store_backend`: as for SampleBuilder. Raises ConfigurationError for what the
+        engine cannot give."""
         self._engine = engine
         self._environment = environment
         self._decode = decode
@@ -104,9 +116,16 @@ class RolloutGenerator:
 
         async def one(group: int, problem: Problem, index: int) -> Sample:
             sample = await self._sample(
-                f"{step}/{problem.problem_id}/{index}", problem, first_group_id + group, index
+                self._builder,
+                self._config.sampling,
+                f"{step}/{problem.problem_id}/{index}",
+                problem,
+                first_group_id + group,
+                index,
             )
             samples.append(sample)
+            if self._config.max_sample_tokens is not None:
+                sample.truncate(self._config.max_sample_tokens)
             return self._scored(problem, sample)
 
         try:
@@ -126,14 +145,8 @@ class RolloutGenerator:
         the store."""
 
         async def one(group: int, problem: Problem) -> Sample:
-            request = GenerateRequest(
-                request_id=_new_request_id(),
-                input_ids=problem.prompt_ids,
-                sampling=_sampling_params(sampling, self._derived_seed(f"eval/{problem.problem_id}")),
-            )
-            async with self._slots:
-                output = await self._engine.generate(request)
-            sample = Sample.from_response(request, output, group_id=group, index=0, store_backend=None)
+            path = f"eval/{problem.problem_id}"
+            sample = await self._sample(SampleBuilder(), sampling, path, problem, group, index=0)
             return self._scored(problem, sample)
 
         samples = await gather_or_cancel([one(group, problem) for group, problem in enumerate(problems)])
@@ -142,52 +155,45 @@ class RolloutGenerator:
             await self._engine.flush_cache()
         return samples
 
-    async def _sample(self, seed_path: str, problem: Problem, group_id: int, index: int) -> Sample:
-        """One sample, resumed as often as its request is aborted."""
+    async def _sample(
+        self,
+        builder: SampleBuilder,
+        sampling: SamplingConfig,
+        seed_path: str,
+        problem: Problem,
+        group_id: int,
+        index: int,
+    ) -> Sample:
+        """One sample, resumed as often as its request is aborted; the same as one that never was."""
         sample: Sample | None = None
-        fruitless = 0
-        for attempt in range(self._config.sampling.max_new_tokens + MAX_FRUITLESS_ABORTS):
-            request = self._request(f"{seed_path}/{attempt}", problem, sample)
+        params = _sampling_params(sampling, self._derived_seed(seed_path))
+        retries = _Retries(problem.problem_id)
+        while True:
+            seam = 0 if sample is None else len(sample.tokens) - sample.prompt_tokens
+            request = _request(builder, params, problem, sample)
             try:
                 async with self._slots:
                     output = _without_lost_outputs(request, await self._engine.generate(request))
-                sample = await self._builder.join(
-                    request, output, sample=sample, group_id=group_id, index=index
-                )
+                sample = await builder.join(request, output, sample=sample, group_id=group_id, index=index)
+                if self._stop_across(sample, seam, sampling.stop) or output.finish_reason.type != "abort":
+                    return sample
+                await retries.after_abort(output)
             except BaseException:
                 if sample is not None:
                     await self._give_up([sample])
                 raise
-            if output.finish_reason.type != "abort":
-                break
-            fruitless = 0 if output.output_ids else fruitless + 1
-            if fruitless == MAX_FRUITLESS_ABORTS:
-                await self._give_up([sample])
-                raise EngineError(
-                    f"problem {problem.problem_id}: aborted {fruitless} times in a row without a new token "
-                    f"({output.finish_reason.message or 'no reason given'})"
-                )
-        assert sample is not None
-        return await self._cut(sample)
 
-    async def _cut(self, sample: Sample) -> Sample:
-        """The sample within `max_sample_tokens`. One that cannot be cut does not leave its objects behind."""
-        if self._config.max_sample_tokens is None:
-            return sample
-        try:
-            sample.truncate(self._config.max_sample_tokens)
-        except ReplayError:
-            await self._give_up([sample])
-            raise
-        return sample
-
-    def _request(self, seed_path: str, problem: Problem, sample: Sample | None) -> GenerateRequest:
-        """The first request of a sample, or the one that goes on where an aborted one ended."""
-        sampling = _sampling_params(self._config.sampling, self._derived_seed(seed_path))
-        if sample is not None:
-            left = sampling.max_new_tokens - (len(sample.tokens) - sample.prompt_tokens)
-            sampling = msgspec.structs.replace(sampling, max_new_tokens=left)
-        return self._builder.request(_new_request_id(), problem.prompt_ids, sampling, sample=sample)
+    def _stop_across(self, sample: Sample, seam: int, stops: Sequence[str]) -> bool:
+        """End the sample where a stop string is complete that began before the last answer's tokens."""
+        decode = partial(self._decode, skip_special_tokens=False)
+        response = sample.tokens[sample.prompt_tokens :]
+        found = first_stop_across(decode, response, seam, stops)
+        if found is None:
+            return False
+        num_tokens, stop = found
+        sample.truncate(sample.prompt_tokens + num_tokens)
+        sample.finish_reason = FinishReason(type="stop", matched=stop)
+        return True
 
     async def _give_up(self, samples: Sequence[Sample]) -> None:
         """Free refs on the way out of an error, which must not be hidden by a second one."""
@@ -200,7 +206,9 @@ class RolloutGenerator:
 
     def _scored(self, problem: Problem, sample: Sample) -> Sample:
         output_ids = tuple(sample.tokens[sample.prompt_tokens :])
-        sample.reward = self._environment.score(problem, output_ids, self._decode(output_ids))
+        sample.reward = self._environment.score(
+            problem, output_ids, self._decode(output_ids, skip_special_tokens=True)
+        )
         sample.metadata["problem_id"] = problem.problem_id
         return sample
 
@@ -226,6 +234,46 @@ class RolloutGenerator:
                 f"{can.output_store!r}; give the engine the same store (--output-store-backend) or set "
                 "output_store.enabled=false"
             )
+
+
+def _request(
+    builder: SampleBuilder, sampling: SamplingParams, problem: Problem, sample: Sample | None
+) -> GenerateRequest:
+    """The first request of a sample, or the one that goes on where an aborted one ended.
+
+    Its seed is the same: an engine that draws by seed and position samples what it would have sampled without
+    the abort.
+    """
+    if sample is not None:
+        left = sampling.max_new_tokens - (len(sample.tokens) - sample.prompt_tokens)
+        sampling = msgspec.structs.replace(sampling, max_new_tokens=left)
+    return builder.request(_new_request_id(), problem.prompt_ids, sampling, sample=sample)
+
+
+class _Retries:
+    """When an answer that is aborted again and again is asked for once more, and when no more."""
+
+    def __init__(self, problem_id: str) -> None:
+        self._problem_id = problem_id
+        self._fruitless = 0
+        """Aborts since the last new token."""
+        self._since_s = 0.0
+
+    async def after_abort(self, output: GenerateOutput) -> None:
+        """Wait before the next request. Raises EngineError if none should follow."""
+        if output.output_ids:
+            self._fruitless = 0
+            return
+        now_s = asyncio.get_running_loop().time()
+        if self._fruitless == 0:
+            self._since_s = now_s
+        self._fruitless += 1
+        if now_s - self._since_s > GIVE_UP_S:
+            raise EngineError(
+                f"problem {self._problem_id}: aborted {self._fruitless} times in {now_s - self._since_s:.0f} "
+                f"s without a new token ({output.finish_reason.message or 'no reason given'})"
+            )
+        await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0 ** min(self._fruitless - 1, 16), _LONGEST_PAUSE_S))
 
 
 async def gather_or_cancel(coroutines: Sequence[Awaitable[T]]) -> list[T]:

@@ -123,7 +123,7 @@ async def build_and_run(
             generator=RolloutGenerator(
                 engine,
                 environment,
-                lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                tokenizer.decode,
                 config.rollout,
                 seed=config.seed,
                 replay=config.replayed_outputs,

@@ -7,6 +7,7 @@ from being sampled, and does not keep stop strings from matching.
 from typing import Any
 
 from radix_rl.engines.embedded.schedule.sequence import Sequence
+from radix_rl.stop_strings import matched_stop
 from radix_rl.types import FinishReason
 
 
@@ -31,9 +32,4 @@ class FinishCheck:
 
     def _matched_stop_string(self, sequence: Sequence) -> str | None:
         assert self._tokenizer is not None
-        stops = sequence.request.sampling.stop
-        # A token decodes to at least part of one character, four bytes at most; the window holds any match
-        # that ends here.
-        window = 4 * max(len(stop) for stop in stops) + 1
-        text = self._tokenizer.decode(sequence.output_ids[-window:])
-        return next((stop for stop in stops if stop in text), None)
+        return matched_stop(self._tokenizer.decode, sequence.output_ids, sequence.request.sampling.stop)
