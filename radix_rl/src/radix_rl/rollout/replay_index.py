@@ -51,6 +51,22 @@ Segment = StoreSegment | InlineSegment
 
 
 class ReplayIndex(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False):
+    """The rows of one sample by field, in the answers that brought them.
+
+    Two turns: a prompt of 3 tokens, an answer of 2, a tool's token, an answer of 2. An answer's last token
+    does not go through the model in its turn; the next turn begins with it:
+
+        token                   0  1  2  3  4  5  6  7
+                                prompt   answ. t. answ.
+        routed_experts          1  1  1  1  2  2  2  -      the turn whose ref holds the row
+        sampling_mask_lengths   -  -  -  1  1  -  2  2
+
+        segments["routed_experts"]:         rows [0, 4) of turn 1, [4, 7) of turn 2
+        segments["sampling_mask_lengths"]:  rows [3, 5) of turn 1, [6, 8) of turn 2 (origin_row 3 and 6)
+
+    `covered_rows` is 4 after the first turn, which is what the second one asks from.
+    """
+
     segments: dict[str, list[Segment]] = {}
     """Field -> segments in row order, without overlap; per-token fields without gap, from row 0."""
     added_refs: list[StoreRef] = []

@@ -7,6 +7,13 @@ absolute position p = start_row + i and its sets are subsets of [0, p]. Stored o
    [0, p].
 2. For each set whose flag is 0, in order, a payload in the form that p and K decide (see `forms`).
 
+Four rows of one set each, K = 3. The first three sets are all of their prefix, the last one is {1, 3}: a byte
+of flags, then one word of 64 bits with the bits 1 and 3.
+
+>>> sets = np.array([[[0, -1, -1]], [[1, 0, -1]], [[0, 1, 2]], [[3, 1, -1]]], np.int32)
+>>> bytes(PositionsCodec().encode(sets, start_row=0)).hex(" ")
+'07 0a 00 00 00 00 00 00 00'
+
 The codecs differ in the forms that they use. `position_blocks` is smaller from position K * 8 on, by half
 and more where contexts are long; `positions` is what readers of version 0.1 know.
 """

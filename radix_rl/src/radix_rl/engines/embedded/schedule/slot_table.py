@@ -24,7 +24,17 @@ def tier_ends(num_slots: int) -> Iterator[int]:
 
 
 class SlotTable:
-    """Used by the worker thread only."""
+    """Used by the worker thread only.
+
+    Three requests, A and B decode, C prefills its prompt of 4; the slots' stride is 16 tokens:
+
+        slot 0: A, 9 tokens     slot 1: B, 7 tokens     slot 2: C, 0 tokens
+        running == [A, B, C], num_decoding == 2, decoding == [A, B], prefilling == [C]
+
+    A cached quantity with one head lies in rows `slot * 16 + position`: A's in 0 to 8, B's in 16 to 22. The
+    next step writes rows 9, 23 and 32 to 35. When it is done, C decodes too and num_decoding is 3, without a
+    move. When A ends then, `remove(0)` copies the last of its tier, C, to slot 0: running == [C, B].
+    """
 
     def __init__(self, cache: SlotCache, max_running_requests: int) -> None:
         self._cache = cache
