@@ -31,7 +31,10 @@ def test_a_run_from_python_writes_and_shows_what_the_command_does(make_config, e
     assert outcome.written == (folder / "summary.json", folder / "report.html")
     assert "<svg" in (folder / "report.html").read_text()
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
-    assert "run: step 2/2  reward" in capsys.readouterr().err
+    # Nothing of transformers' own bars and warnings between the run's lines.
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("  ")[0] for line in lines] == [f"run: step {step}/2" for step in (0, 1, 2)]
+    assert "reward" in lines[2]
 
 
 def test_progress_can_be_switched_off(make_config, environment, capsys):
