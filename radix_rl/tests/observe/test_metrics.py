@@ -8,6 +8,7 @@ import re
 import resource
 import sys
 import time
+import warnings
 
 import pytest
 from rich.console import Console
@@ -160,5 +161,9 @@ def test_transformers_is_quiet_within_the_block_alone():
     with quiet_transformers():
         assert not hf_logging.is_progress_bar_enabled()
         assert hf_logging.get_verbosity() >= logging.ERROR
+        with warnings.catch_warnings(record=True) as shown:
+            for module in ("transformers.utils.generic", "radix_rl.engines.base", "mine"):
+                warnings.warn_explicit("later", FutureWarning, "file.py", 1, module=module)
+        assert len(shown) == 1
     assert hf_logging.is_progress_bar_enabled()
     assert hf_logging.get_verbosity() == before

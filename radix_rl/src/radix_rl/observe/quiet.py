@@ -1,13 +1,14 @@
 """`quiet_transformers`: no bars and warnings of transformers between a run's own lines."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Transformers shows no progress bars and logs errors only, until the block ends.
+    """Keep progress bars, log lines below errors and FutureWarnings of transformers away in the block.
 
     A level other than the default, by TRANSFORMERS_VERBOSITY or in code, stays in force.
     """
@@ -18,7 +19,10 @@ def quiet_transformers() -> Iterator[None]:
     if level == logging.WARNING:
         hf_logging.set_verbosity_error()
     try:
-        yield
+        with warnings.catch_warnings():
+            # Some are told as if this package had caused them.
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|radix_rl)\b")
+            yield
     finally:
         if bars:
             hf_logging.enable_progress_bar()
