@@ -105,7 +105,7 @@ def test_the_score_is_1_for_the_sum_and_0_otherwise(environment):
 
 def test_good_figures_pass(demo, capsys):
     assert demo["run"].show_results(GOOD) == 0
-    assert "0.400 -> 0.700" in capsys.readouterr().out
+    assert "40.0% -> 70.0%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,20 @@ import resource
 import sys
 import time
 import warnings
+from typing import get_args
 
 import pytest
 from rich.console import Console
 
 from radix_rl.config import parse_config
+from radix_rl.config.observe import TrackerConfig
 from radix_rl.errors import ConfigurationError, DataError
 from radix_rl.observe.metrics import read_metrics
 from radix_rl.observe.progress import SHOWN, RunProgress
 from radix_rl.observe.quiet import quiet_transformers
 from radix_rl.observe.tolerance import Tolerance
 from radix_rl.observe.trackers import create_trackers
+from radix_rl.observe.trackers.factory import TRACKERS
 from radix_rl.observe.trackers.json_lines import JsonLinesTracker
 
 
@@ -112,6 +115,11 @@ def test_a_full_disk_is_one_warning_a_tracker_and_ends_nothing(configure, file_s
             time.sleep(0.002)  # TensorBoard writes in a thread of its own, and tells of a failure afterwards
     warned = [message.split(" failed")[0] for message in caplog.messages if "the run goes on" in message]
     assert sorted(warned) == ["JsonLinesTracker", "TensorboardTracker"]
+
+
+def test_every_tracker_that_can_be_configured_is_registered():
+    sections = get_args(get_args(TrackerConfig)[0])
+    assert {section.model_fields["type"].default for section in sections} == set(TRACKERS)
 
 
 def test_a_tracker_that_is_not_installed_names_its_extra(configure, monkeypatch):

@@ -11,9 +11,11 @@ FILE_NAME = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Records in step order. A step that was repeated after a resume counts as it went the last time; a
-    last line that a crash tore is left out. Raises DataError naming the line of anything else that is
-    broken."""
+    """Records in step order.
+
+    A step that was repeated after a resume counts as it went the last time; a last line that a crash tore is
+    left out. Raises DataError naming the line of anything else that is broken.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:

@@ -28,8 +28,9 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def write_report(run_dir: Path) -> Path:
-    """From metrics.jsonl and, where they are, config.json and summary.json of a run's directory; also while
-    it runs.
+    """Write the page of a run's directory, also while it runs; its path.
+
+    Takes metrics.jsonl and, where they are, config.json and summary.json.
 
     Raises DataError if there are no metrics or they are broken.
     """

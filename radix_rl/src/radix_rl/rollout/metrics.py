@@ -53,8 +53,7 @@ def equal_groups(samples: Sequence[Sample]) -> set[int]:
 
 
 def replay_bytes(samples: Sequence[Sample]) -> tuple[int, int, int]:
-    """(bytes that the replay outputs take in JSON answers as base64, bytes of the refs in their place,
-    bytes stored).
+    """Bytes of the replay outputs: in JSON answers as base64, of the refs in their place, and stored.
 
     Without a store the second is the first: what was sent is what travels.
     """

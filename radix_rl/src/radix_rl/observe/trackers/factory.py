@@ -3,15 +3,23 @@
 Optional libraries are imported by the tracker that needs them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from radix_rl.config import RunConfig
-from radix_rl.config.observe import TensorboardTrackerConfig, TrackerConfig
 from radix_rl.observe.metrics import FILE_NAME
 from radix_rl.observe.tolerance import Tolerance
 from radix_rl.observe.trackers.base import Tracker
 from radix_rl.observe.trackers.json_lines import JsonLinesTracker
+from radix_rl.observe.trackers.tensorboard import TensorboardTracker
+from radix_rl.observe.trackers.wandb import WandbTracker
+
+TRACKERS: dict[str, Callable[[Any, RunConfig], Tracker]] = {
+    "tensorboard": TensorboardTracker,
+    "wandb": WandbTracker,
+}
+"""Each takes its settings and the run's."""
 
 
 class TrackerGroup(Tracker):
@@ -42,16 +50,9 @@ def create_trackers(config: RunConfig, tolerance: Tolerance) -> TrackerGroup:
     """
     with ExitStack() as stack:
         trackers: list[Tracker] = [stack.enter_context(JsonLinesTracker(config.output_dir / FILE_NAME))]
-        trackers += [stack.enter_context(_create(settings, config)) for settings in config.observe.trackers]
+        trackers += [
+            stack.enter_context(TRACKERS[settings.type](settings, config))
+            for settings in config.observe.trackers
+        ]
         stack.pop_all()
         return TrackerGroup(trackers, tolerance)
-
-
-def _create(settings: TrackerConfig, config: RunConfig) -> Tracker:
-    if isinstance(settings, TensorboardTrackerConfig):
-        from radix_rl.observe.trackers.tensorboard import TensorboardTracker
-
-        return TensorboardTracker(settings.log_dir or config.output_dir / "tensorboard")
-    from radix_rl.observe.trackers.wandb import WandbTracker
-
-    return WandbTracker(settings, config)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import msgspec
 
+from radix_rl.config.environment import ArithmeticEnvironmentConfig
 from radix_rl.rollout.environments.base import Environment, Problem
 
 NAMES = ("Tom", "Ann", "Ben", "Mia", "Leo", "Eva", "Sam", "Zoe", "Max", "Ida")
@@ -58,9 +59,11 @@ class ArithmeticEnvironment(Environment):
         num_eval_problems: int = 256,
         seed: int = 0,
     ) -> None:
-        """Operands lie in [10, max_operand]. `carry_share`: share of problems whose last digits add up to
-        10 or more; None: as they come. `seed` orders the training problems; the held-out ones are the same
-        for all seeds."""
+        """Operands lie in [10, max_operand].
+
+        `carry_share`: share of problems whose last digits add up to 10 or more; None: as they come. `seed`
+        orders the training problems; the held-out ones are the same for all seeds.
+        """
         self._tokenizer = tokenizer
         self._max_operand = max_operand
         self._carry_share = carry_share
@@ -97,6 +100,11 @@ class ArithmeticEnvironment(Environment):
     def _problem(self, problem_id: str, drawn: Sum) -> Problem:
         prompt_ids = tuple(self._tokenizer.encode(drawn.text))
         return Problem(problem_id=problem_id, prompt_ids=prompt_ids, answer=drawn.x + drawn.y)
+
+
+def create(config: ArithmeticEnvironmentConfig, tokenizer: TextTokenizer, seed: int) -> Environment:
+    """The environment of these settings."""
+    return ArithmeticEnvironment(tokenizer, **config.model_dump(exclude={"type"}), seed=seed)
 
 
 def is_held_out(x: int, y: int) -> bool:

@@ -33,8 +33,10 @@ class Environment(ABC):
 
 
 class EpochOrder:
-    """Position i of an endless pass over `size` records: every epoch holds each record once, in an order of
-    its own."""
+    """The record at each position of an endless pass over `size` records.
+
+    Every epoch holds each record once, in an order of its own.
+    """
 
     def __init__(self, size: int, seed: int) -> None:
         if size <= 0:

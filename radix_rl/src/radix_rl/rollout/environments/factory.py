@@ -1,31 +1,22 @@
-"""Environments by the type of their configuration."""
+"""Environments by the `type` of their settings."""
 
+from collections.abc import Callable
 from typing import Any
 
 from radix_rl.config.environment import EnvironmentConfig
+from radix_rl.rollout.environments import arithmetic, gsm8k
 from radix_rl.rollout.environments.base import Environment
+
+ENVIRONMENTS: dict[str, Callable[[Any, Any, int], Environment]] = {
+    "arithmetic": arithmetic.create,
+    "gsm8k": gsm8k.create,
+}
+"""Each takes its settings, the model's tokenizer and the run's seed."""
 
 
 def create_environment(config: EnvironmentConfig, tokenizer: Any, *, seed: int = 0) -> Environment:
-    """`tokenizer` is the model's, `seed` the run's. Raises DataError for data that cannot be used."""
-    match config.type:
-        case "arithmetic":
-            from radix_rl.rollout.environments.arithmetic import ArithmeticEnvironment
+    """The configured environment; `tokenizer` is the model's, `seed` the run's.
 
-            return ArithmeticEnvironment(
-                tokenizer,
-                max_operand=config.max_operand,
-                carry_share=config.carry_share,
-                num_eval_problems=config.num_eval_problems,
-                seed=seed,
-            )
-        case "gsm8k":
-            from radix_rl.rollout.environments.gsm8k import Gsm8kEnvironment, load_records
-
-            return Gsm8kEnvironment(
-                load_records(config, "train"),
-                load_records(config, "test"),
-                tokenizer,
-                system_prompt=config.system_prompt,
-                seed=seed,
-            )
+    Raises DataError for data that cannot be used.
+    """
+    return ENVIRONMENTS[config.type](config, tokenizer, seed)

@@ -56,8 +56,10 @@ class Gsm8kEnvironment(Environment):
         system_prompt: str | None = None,
         seed: int = 0,
     ) -> None:
-        """Each question is one user message of the chat template, after `system_prompt`. `seed` orders the
-        epochs."""
+        """Each question is one user message of the chat template, after `system_prompt`.
+
+        `seed` orders the epochs.
+        """
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._train = list(train)
@@ -87,6 +89,17 @@ class Gsm8kEnvironment(Environment):
                 f"model.path: questions need the tokenizer's chat template, which failed: {error}"
             ) from error
         return Problem(problem_id=problem_id, prompt_ids=tuple(prompt_ids), answer=solution_of(record))
+
+
+def create(config: Gsm8kEnvironmentConfig, tokenizer: ChatTokenizer, seed: int) -> Environment:
+    """The environment of these settings. Raises DataError for data that cannot be used."""
+    return Gsm8kEnvironment(
+        load_records(config, "train"),
+        load_records(config, "test"),
+        tokenizer,
+        system_prompt=config.system_prompt,
+        seed=seed,
+    )
 
 
 def load_records(config: Gsm8kEnvironmentConfig, split: Literal["train", "test"]) -> list[Record]:
