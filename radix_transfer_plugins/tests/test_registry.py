@@ -11,6 +11,7 @@ import radix_transfer_plugins
 from radix_transfer_plugins import (
     OutputStore,
     StoreRef,
+    class_registry,
     create_backend,
     register_backend,
     register_codec,
@@ -32,7 +33,7 @@ def fresh(monkeypatch):
         group = "radix_transfer_plugins.backends"
         found = [EntryPoint(name, value, group) for name, values in points.items() for value in values]
         monkeypatch.setattr(
-            registry, "entry_points", lambda group: found if group.endswith("backends") else []
+            class_registry, "entry_points", lambda group: found if group.endswith("backends") else []
         )
 
     return set_entry_points
