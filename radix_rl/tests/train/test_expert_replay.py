@@ -11,11 +11,13 @@ from transformers import PreTrainedModel
 
 from radix_rl.config.rollout import SamplingConfig
 from radix_rl.errors import ConfigurationError, ReplayError
+from radix_rl.routers.find import find_replayed_routers
+from radix_rl.routers.known_classes import KnownClasses
+from radix_rl.routers.registry import all_routers
 from radix_rl.train.batch import TrainSample, collate
 from radix_rl.train.objective.logprobs import response_logprobs
 from radix_rl.train.replay.counts import ReplayCounts
 from radix_rl.train.replay.experts import RouterReplay
-from radix_rl.train.replay.router_weights import FAMILIES, find_replay_routers
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingConfig()
@@ -43,7 +45,7 @@ def record_live(model: PreTrainedModel, samples: list[TrainSample]) -> list[Trai
     for sample in samples:
         rows = np.full((sample.num_tokens - 1, layers, 2), -1, dtype=np.int32)
         handles = []
-        for layer, (router, _) in find_replay_routers(model).items():
+        for layer, (_, router) in find_replayed_routers(model).items():
 
             def hook(_module, _args, output, layer=layer, rows=rows):
                 rows[:, layer] = output[2][: len(rows)].numpy()
@@ -80,7 +82,7 @@ def test_replaying_what_the_model_itself_picked_changes_nothing(family, make_mod
     plain = response_logprobs(model, collate(samples, CPU), SAMPLING)
     torch.testing.assert_close(logprobs, plain, rtol=0, atol=1e-5)
     assert counts.disagreeing == 0
-    routed_layers = len(find_replay_routers(model))
+    routed_layers = len(find_replayed_routers(model))
     assert counts.token_layers == routed_layers * sum(sample.num_tokens - 1 for sample in samples)
 
 
@@ -89,14 +91,14 @@ def test_replaying_other_experts_changes_the_output_and_gradients_reach_the_rout
     family, make_model, make_samples
 ):
     model = make_model(family)
-    dense = tuple(set(range(3)) - set(find_replay_routers(model)))
+    dense = tuple(set(range(3)) - set(find_replayed_routers(model)))
     samples = make_samples(dense=dense)
     logprobs, counts = replayed(model, samples)
     plain = response_logprobs(model, collate(samples, CPU), SAMPLING)
     assert (logprobs - plain).abs().max() > 1e-3
     assert counts.disagreeing > counts.token_layers // 2
     logprobs.sum().backward()
-    for router, _ in find_replay_routers(model).values():
+    for _, router in find_replayed_routers(model).values():
         assert router.weight.grad.abs().max() > 0
 
 
@@ -243,7 +245,7 @@ def test_padding_and_last_tokens_are_spread_evenly_over_the_experts(make_model, 
     replay = RouterReplay(model, max_live_share=0.0)
     batch = collate(samples, CPU)
     with replay.microbatch(batch, ReplayCounts()):
-        router = find_replay_routers(model)[0][0]
+        router = find_replayed_routers(model)[0].module
         handle = router.register_forward_hook(lambda _m, _a, output: seen.append(output[2]))
         response_logprobs(model, batch, SAMPLING)
         handle.remove()
@@ -257,9 +259,11 @@ def test_a_dense_model_and_an_unknown_router_are_refused(make_model):
     with pytest.raises(ConfigurationError, match="no routers"):
         RouterReplay(make_model("llama"), max_live_share=0.0)
     model = make_model()
-    router, _ = find_replay_routers(model)[1]
+    router = find_replayed_routers(model)[1].module
     router.__class__ = type("SomeNewRouter", (type(router),), {})
-    with pytest.raises(ConfigurationError, match=r"layer 1: expected one router .* got \['SomeNewRouter'\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"layer 1: expected a router that can be replayed, got \['SomeNewRouter'\]"
+    ):
         RouterReplay(model, max_live_share=0.0)
 
 
@@ -280,7 +284,7 @@ def test_every_router_that_is_known_computes_what_a_tested_one_does(make_model):
     tested = {
         type(router).__name__
         for family in MOE_FAMILIES
-        for router, _ in find_replay_routers(make_model(family)).values()
+        for _, router in find_replayed_routers(make_model(family)).values()
     }
     codes = {forward_code(name) for name in tested}
     # Qwen3.5-MoE and its kin are Qwen3-MoE that always normalises.
@@ -290,5 +294,6 @@ def test_every_router_that_is_known_computes_what_a_tested_one_does(make_model):
         line.strip() for line in sometimes if "norm_topk_prob" not in line
     ]
     codes.add("\n".join(always))
-    for name in sorted(set().union(*(family.class_names for family in FAMILIES))):
+    known = {name for kind in all_routers() if isinstance(kind, KnownClasses) for name in kind.class_names}
+    for name in sorted(known):
         assert forward_code(name) in codes, name

@@ -91,7 +91,6 @@ class ClassRegistry(Generic[T]):
             cls = EntryPoint(name, place, self._group).load()
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"{self._kind} {name!r} cannot be imported from {place!r}: {error}") from error
-        fits = isinstance(cls, type) and issubclass(cls, self._base)
-        if not fits or getattr(cls, "name", None) != name:
-            raise ConfigError(f"{place!r} is registered as {self._kind} {name!r} but is {cls!r}")
-        return cls
+        if isinstance(cls, type) and issubclass(cls, self._base) and getattr(cls, "name", None) == name:
+            return cls
+        raise ConfigError(f"{place!r} is registered as {self._kind} {name!r} but is {cls!r}")

@@ -11,8 +11,6 @@ import torch
 import transformers as tf
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from radix_rl.engines.embedded.capture.routers import registry
-from radix_rl.engines.embedded.capture.routers.base import RouterAdapter
 from radix_rl.engines.embedded.shortcuts.direct_calls import cut_overheads
 from radix_rl.engines.embedded.shortcuts.experts import (
     grouped_experts,
@@ -287,68 +285,9 @@ async def test_one_layer_that_routes_in_an_unknown_way_is_refused_though_others_
     qwen3_moe, engine_of, stacked
 ):
     qwen3_moe.model.layers[1].mlp = HashedFeedForward(stacked)
-    with pytest.raises(ConfigurationError, match=r"layer 1: .*no adapter knows the router"):
+    with pytest.raises(ConfigurationError, match=r"layer 1: .*no known kind of router"):
         async with engine_of(qwen3_moe):
             pass
-
-
-class StrangeRouter(torch.nn.Linear):
-    """Picks experts in a way that nobody has an adapter for."""
-
-
-class StrangeMlp(torch.nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.router = StrangeRouter(hidden, 4, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        best = self.router(x).max(dim=-1, keepdim=True)
-        return x * best.values
-
-
-@pytest.fixture
-def strange_model(qwen3_moe):
-    torch.manual_seed(0)
-    for layer in qwen3_moe.model.layers:
-        layer.mlp = StrangeMlp(64)
-    return qwen3_moe
-
-
-async def test_unknown_router_is_refused_only_where_capture_is_on(
-    strange_model, engine_of, prompt, request_of
-):
-    with pytest.raises(ConfigurationError, match=r"StrangeRouter.*register_router_adapter"):
-        async with engine_of(strange_model):
-            pass
-    async with engine_of(strange_model, enable_return_routed_experts=False) as engine:
-        assert len((await engine.generate(request_of("a", prompt(4, 1), max_new_tokens=2))).output_ids) == 2
-
-
-async def test_registered_adapter_teaches_a_new_router(
-    strange_model, engine_of, prompt, request_of, monkeypatch
-):
-    class StrangeAdapter(RouterAdapter):
-        name = "strange"
-
-        def matches(self, module):
-            return isinstance(module, StrangeRouter)
-
-        def attach(self, module, record):
-            return module.register_forward_hook(
-                lambda _m, _a, scores: record(scores.reshape(-1, 4).argmax(-1, keepdim=True))
-            )
-
-    monkeypatch.setattr(registry, "_ADAPTERS", list(registry._ADAPTERS))
-    registry.register_router_adapter(StrangeAdapter())
-    with pytest.raises(ValueError, match="'strange' is registered already"):
-        registry.register_router_adapter(StrangeAdapter())
-    async with engine_of(strange_model) as engine:
-        request = request_of("a", prompt(4, 1), max_new_tokens=2, return_routed_experts=True)
-        rows = (await engine.generate(request)).outputs.routed_experts
-    assert rows.shape == (5, 3, 2)
-    assert (rows[:, :, 0] >= 0).all()
-    # The configuration promises two experts a token; this router picks one.
-    assert (rows[:, :, 1] == -1).all()
 
 
 async def test_prediction_modules_beside_the_decoder_do_not_write_rows(

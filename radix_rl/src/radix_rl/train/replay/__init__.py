@@ -4,7 +4,6 @@ assemble.py        recorded rows of samples as arrays: read once, only the rows 
 own_loop.py        routing replay for a training loop outside of this package
 hooked.py          the life of a replay by forward hooks on one microbatch
 experts.py         routing replay: the recorded experts of every MoE layer
-router_weights.py  how each family of routers weights the experts it is given
 indexers.py        indexer replay: the recorded positions of sparse attention
 counts.py          what replay counts over the microbatches of a step
 """

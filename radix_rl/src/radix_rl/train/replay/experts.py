@@ -7,10 +7,10 @@ import torch
 from transformers import PreTrainedModel
 
 from radix_rl.errors import ReplayError
+from radix_rl.routers.find import find_replayed_routers
 from radix_rl.train.batch import TrainBatch
 from radix_rl.train.replay.counts import ReplayCounts
 from radix_rl.train.replay.hooked import Binding, HookedReplay
-from radix_rl.train.replay.router_weights import find_replay_routers
 
 RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Logits `[tokens, experts]`, weights `[tokens, k]`, experts `[tokens, k]`."""
@@ -31,8 +31,8 @@ class RouterReplay(HookedReplay[_Experts]):
     kind: ClassVar[str] = "router"
 
     def __init__(self, model: PreTrainedModel, *, max_live_share: float) -> None:
-        self._routers = find_replay_routers(model)
-        modules = {layer: router for layer, (router, _) in self._routers.items()}
+        self._routers = find_replayed_routers(model)
+        modules = {layer: found.module for layer, found in self._routers.items()}
         super().__init__(modules, max_live_share=max_live_share)
         config = model.config.get_text_config(decoder=True)
         self._num_layers = int(config.num_hidden_layers)
@@ -48,8 +48,8 @@ class RouterReplay(HookedReplay[_Experts]):
         logits, weights, _ = output
         recorded, live = self._matching(number, output, binding)
         chosen = torch.where(recorded >= 0, recorded, live) if binding.has_live_rows else recorded
-        family = self._routers[number][1]
-        return logits, family.weights(module, logits, chosen).to(weights.dtype), chosen
+        kind = self._routers[number].kind
+        return logits, kind.weights(module, logits, chosen).to(weights.dtype), chosen
 
     def _matching(
         self, layer: int, output: RouterOutput, binding: _Experts
@@ -96,7 +96,7 @@ class RouterReplay(HookedReplay[_Experts]):
         unused = (~needed_bt).flatten()
         experts = {
             layer: _spread(rows_btlk[:, :, layer].flatten(0, 1).long(), unused, int(router.num_experts))
-            for layer, (router, _) in self._routers.items()
+            for layer, (_, router) in self._routers.items()
         }
         return _Experts(experts=experts, counted=counted, has_live_rows=num_live > 0)
 
@@ -114,7 +114,7 @@ class RouterReplay(HookedReplay[_Experts]):
                 if (rows >= 0).any():
                     raise ReplayError(f"routed experts name experts in layer {layer}, which has no router")
                 continue
-            router = self._routers[layer][0]
+            router = self._routers[layer].module
             if top_k != router.top_k:
                 raise ReplayError(
                     f"layer {layer} routes to {router.top_k} experts a token, the recorded rows have {top_k}"

@@ -2,5 +2,4 @@
 
 rows.py        rows on their way into the slots, and out of them
 indexers.py    the keys that sparse attention kept
-routers/       the experts that a router chose, one file for each router interface
 """

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from radix_rl.engines.embedded.cache.slots import SlotCache
-from radix_rl.engines.embedded.capture.routers.base import Record
 from radix_rl.engines.embedded.capture.rows import RowCapture
 from radix_rl.engines.embedded.step import recorded_step
 from radix_rl.errors import ConfigurationError
 from radix_rl.model_layers import find_indexers
+from radix_rl.routers.base import Record
 
 FIELD = "indexer_topk"
 

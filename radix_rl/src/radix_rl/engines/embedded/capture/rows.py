@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from radix_rl.engines.embedded.cache.slots import SlotCache
-from radix_rl.engines.embedded.capture.routers.base import Record
 from radix_rl.engines.embedded.step import ForwardStep, recorded_step
+from radix_rl.routers.base import Record
 
 _KEPT_ELEMENTS = 1 << 16
 """Steps are put into the slots together: one at a time costs a small model's step two percent."""

@@ -11,7 +11,6 @@ import torch
 
 from radix_rl.engines.embedded.cache.slots import SlotCache, tensor_bytes_per_token
 from radix_rl.engines.embedded.capture.indexers import attach_indexers
-from radix_rl.engines.embedded.capture.routers.registry import find_routers
 from radix_rl.engines.embedded.capture.rows import RowCapture
 from radix_rl.engines.embedded.forward.model import LoadedModel, counts_positions_in_cache
 from radix_rl.engines.embedded.forward.segments import CPU_WORTH_A_CUT_BYTES, cut_segments
@@ -19,6 +18,7 @@ from radix_rl.engines.embedded.forward.step_cache import ProbeCache, StepCache, 
 from radix_rl.engines.embedded.schedule.sequence import Sequence, SequenceState
 from radix_rl.engines.embedded.step import ForwardStep, Segment, running_step
 from radix_rl.errors import ConfigurationError
+from radix_rl.routers.find import find_routers
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +114,8 @@ class ModelRunner:
         )
         capture.allocate(self.cache)
         self.captures[capture.field] = capture
-        for layer, (adapter, module) in routers.items():
-            adapter.attach(module, capture.recorder(layer))
+        for layer, (kind, module) in routers.items():
+            kind.attach(self.loaded.layers[layer], module, capture.recorder(layer))
 
     def capture_indexer_topk(self, index_topk: int) -> None:
         """Hook every indexer. Raises ConfigurationError if there is none."""

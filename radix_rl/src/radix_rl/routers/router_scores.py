@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from radix_rl.engines.embedded.capture.routers.base import Record, RouterAdapter
+from radix_rl.routers.base import Record, Router
 
 
-class RouterScoresAdapter(RouterAdapter):
+class RouterScores(Router):
     name: ClassVar[str] = "router_scores"
 
     def matches(self, module: torch.nn.Module) -> bool:
         return type(module).__name__ == "Llama4Router" and hasattr(module, "top_k")
 
-    def attach(self, module: torch.nn.Module, record: Record) -> None:
+    def attach(self, layer: torch.nn.Module, module: torch.nn.Module, record: Record) -> None:
         top_k = int(module.top_k)  # type: ignore[arg-type]
 
         def hook(
