@@ -43,7 +43,7 @@ async def _send_slowly(app, head, rest, meanwhile):
 
 
 async def test_tensors_of_an_update_that_was_dropped_do_not_get_into_the_next(asgi_exchange):
-    update = asgi_exchange.app.state.server.update
+    update = asgi_exchange.app.state.weights.update
     body = encode_bucket(BUCKET)
     await update.begin("first")
 
@@ -57,7 +57,7 @@ async def test_tensors_of_an_update_that_was_dropped_do_not_get_into_the_next(as
 
 
 async def test_a_whole_update_that_was_dropped_does_not_end_the_next(asgi_exchange):
-    update = asgi_exchange.app.state.server.update
+    update = asgi_exchange.app.state.weights.update
 
     async def whole_update():
         async with update.at_once("first", abort_requests=False, keep_pause=False) as number:
@@ -74,14 +74,15 @@ async def test_a_whole_update_that_was_dropped_does_not_end_the_next(asgi_exchan
 async def test_a_body_that_stops_coming_does_not_keep_others_from_sending(asgi_exchange):
     state = asgi_exchange.app.state.server
     state.settings = msgspec.structs.replace(state.settings, weight_update_timeout_s=0.05)
-    await state.update.begin("1")
+    update = asgi_exchange.app.state.weights.update
+    await update.begin("1")
     body = encode_bucket(BUCKET)
 
     async def never():
         await asyncio.sleep(3600)
 
     assert await _send_slowly(asgi_exchange.app, body[:20], body[20:], never) == [400]
-    assert not state.update.receiving.locked()
+    assert not update.receiving.locked()
 
 
 def test_after_the_weights_slept_an_update_that_nobody_names_keeps_the_last_name(embedded_server):

@@ -19,6 +19,7 @@ from radix_rl.server.settings import ServerSettings
 from radix_rl.server.state import ServerState
 from radix_rl.server.weights import routes as weight_routes
 from radix_rl.server.weights.errors import update_error_response
+from radix_rl.server.weights.state import WeightsState
 from radix_transfer_plugins.errors import OutputStoreError
 
 
@@ -35,6 +36,7 @@ def create_app(
     """
     app = FastAPI(title="radix-rl", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = ServerState(engine, tokenizer, settings, writer)
+    app.state.weights = WeightsState(engine, settings)
     app.include_router(generate_route.router)
     app.include_router(info_routes.router)
     app.include_router(openai_routes.router)

@@ -11,6 +11,7 @@ from radix_rl.engines.base import MemoryTag, PauseMode
 from radix_rl.errors import RequestError
 from radix_rl.server.http import json_response, read_body
 from radix_rl.server.state import state_of
+from radix_rl.server.weights.state import weights_of
 
 router = APIRouter()
 
@@ -84,7 +85,7 @@ async def release_memory_occupation(request: Request) -> Response:
     await state.engine.sleep(tags)
     if "weights" in tags:
         # Dropping the weights drops an update of them.
-        state.update.dropped(version)
+        weights_of(request).update.dropped(version)
     return json_response(None)
 
 

@@ -15,6 +15,7 @@ from radix_rl.errors import EngineError
 from radix_rl.server.http import json_response
 from radix_rl.server.metrics import TellsStats, engine_registry
 from radix_rl.server.state import ServerState, state_of
+from radix_rl.server.weights.state import weights_of
 from radix_rl.types import GenerateRequest, SamplingParams
 from radix_transfer_plugins.ref import REF_VERSION
 
@@ -90,7 +91,7 @@ async def server_info(request: Request) -> Response:
             "output_store": output_store_info(state),
             "capabilities": msgspec.to_builtins(state.engine.capabilities),
             "num_running_requests": len(state.running),
-            "weight_update_groups": state.groups.names(),
+            "weight_update_groups": weights_of(request).groups.names(),
         }
     )
 

@@ -1,6 +1,6 @@
 """`ServerState`: what the routes of one server share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,8 @@ from starlette.requests import Request
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_rl.engines.base import Engine
 from radix_rl.errors import ConfigurationError, RequestError
-from radix_rl.server.generation.body import Item
 from radix_rl.server.metrics import ServerMetrics
 from radix_rl.server.settings import ServerSettings
-from radix_rl.server.weights.groups import UpdateGroups
-from radix_rl.server.weights.update import WeightUpdate
 from radix_rl.types import GenerateRequest
 
 
@@ -41,14 +38,11 @@ class ServerState:
         self.metrics = ServerMetrics(CollectorRegistry())
         self.running: set[str] = set()
         """Ids of engine requests that clients wait for."""
-        self.update = WeightUpdate(engine)
-        self.groups = UpdateGroups(settings.device, settings.weight_update_timeout_s)
 
-    def check(self, items: list[Item]) -> None:
+    def check(self, requests: Iterable[GenerateRequest]) -> None:
         """Refuse, before anything starts, what this server cannot answer: RequestError with the remedy."""
         can = self.engine.capabilities
-        for item in items:
-            request = item.request
+        for request in requests:
             if request.return_routed_experts and not (
                 self.settings.enable_return_routed_experts and can.routed_experts
             ):

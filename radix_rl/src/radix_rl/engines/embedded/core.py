@@ -39,8 +39,10 @@ class EngineCore:
         self.runner = runner
         self.weights = WeightUpdater(runner.model, weight_version)
         self.scheduler = Scheduler(
-            runner,
+            runner.cache,
+            runner.captures,
             self.weights,
+            mixes_lengths=runner.mixes_lengths,
             max_running_requests=max_running_requests,
             chunked_prefill_tokens=chunked_prefill_tokens,
             prefix_cache_tokens=prefix_cache_tokens,

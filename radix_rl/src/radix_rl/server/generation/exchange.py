@@ -89,7 +89,7 @@ class Exchange(Response):
     def __init__(self, state: ServerState, items: list[Item], renderer: Renderer, *, stream: bool) -> None:
         """Raises RequestError for what this server cannot answer; nothing is started."""
         super().__init__()
-        state.check(items)
+        state.check(item.request for item in items)
         self._state = state
         self._items = items
         self._renderer = renderer

@@ -5,12 +5,13 @@ the engine is paused it may be retracted: it gives its slot back and waits again
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
 from radix_rl.engines.embedded.cache.prefixes import PrefixCache
-from radix_rl.engines.embedded.forward.runner import ModelRunner
+from radix_rl.engines.embedded.cache.slots import SlotCache
+from radix_rl.engines.embedded.capture.rows import RowCapture
 from radix_rl.engines.embedded.schedule.sequence import Sequence, SequenceState
 from radix_rl.engines.embedded.schedule.shared_prefixes import SharedPrefixes
 from radix_rl.engines.embedded.schedule.slot_table import SlotTable
@@ -24,18 +25,24 @@ class Scheduler:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        cache: SlotCache,
+        captures: Mapping[str, RowCapture],
         weights: WeightUpdater,
         *,
+        mixes_lengths: bool,
         max_running_requests: int,
         chunked_prefill_tokens: int,
         prefix_cache_tokens: int = 0,
     ) -> None:
-        self.slots = SlotTable(runner.cache, max_running_requests)
+        """`captures` by field of TokenOutputStash; `mixes_lengths`: whether a step may hold requests with
+        unequal numbers of tokens.
+        """
+        self.slots = SlotTable(cache, max_running_requests)
         self.waiting: deque[Sequence] = deque()
-        self.prefixes = PrefixCache(runner.cache, prefix_cache_tokens) if prefix_cache_tokens else None
-        self._runner = runner
-        self._cache = runner.cache
+        self.prefixes = PrefixCache(cache, prefix_cache_tokens) if prefix_cache_tokens else None
+        self._cache = cache
+        self._captures = captures
+        self._mixes_lengths = mixes_lengths
         self._weights = weights
         self._chunk_tokens = chunked_prefill_tokens
         self._by_id: dict[str, Sequence] = {}
@@ -132,8 +139,7 @@ class Scheduler:
         for sequence in self.slots.prefilling:
             left = sequence.num_tokens - sequence.computed
             if group and (
-                sum(lengths) + left > self._chunk_tokens
-                or (left != lengths[0] and not self._runner.mixes_lengths)
+                sum(lengths) + left > self._chunk_tokens or (left != lengths[0] and not self._mixes_lengths)
             ):
                 break
             group.append(sequence)
@@ -189,7 +195,7 @@ class Scheduler:
         Copied out of the slot, which the next request may overwrite at once.
         """
         rows: dict[str, np.ndarray] = {}
-        for field, capture in self._runner.captures.items():
+        for field, capture in self._captures.items():
             if field not in sequence.wanted_rows:
                 continue
             saved = sequence.saved_rows.get(field)
