@@ -7,17 +7,13 @@ several threads of a process use torch in turns, each ends its pool when its tur
 operation makes a new one, in tens of microseconds a thread.
 """
 
-import asyncio
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 _MAPS = Path("/proc/self/maps")
 _OMP_PAUSE_SOFT = 1
 _PROCESS = os.getpid()
@@ -41,13 +37,6 @@ def pool_ended_after() -> Iterator[None]:
         yield
     finally:
         end_pool()
-
-
-async def torch_in_thread(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """`asyncio.to_thread` for a function that uses torch: asyncio's threads outlive the call, and would keep
-    their pools.
-    """
-    return await asyncio.to_thread(pool_ended_after()(function), *args, **kwargs)
 
 
 @cache

@@ -1,7 +1,6 @@
 """The generator: order, seeds, bounds, resumption, and nothing left behind by an error."""
 
 import asyncio
-import time
 
 import msgspec
 import pytest
@@ -12,7 +11,7 @@ from radix_rl.rollout import generation
 from radix_rl.rollout.environments.base import Environment, EpochOrder, Problem
 from radix_rl.rollout.generation import RolloutGenerator
 from radix_rl.rollout.metrics import rollout_metrics
-from radix_rl.rollout.refs import delete_refs, in_thread_to_end
+from radix_rl.rollout.refs import delete_refs
 from radix_rl.types import FinishReason
 
 
@@ -144,26 +143,6 @@ async def test_a_refused_answer_is_deleted_too(engine, store, make, problems):
     with pytest.raises(ReplayError, match="expected them to end at"):
         await make().generate(0, problems[:1])
     assert list(store.list_objects()) == []
-
-
-async def test_clean_up_runs_to_its_end_however_often_its_task_is_cancelled():
-    done: list[str] = []
-
-    def slow(word: str) -> str:
-        time.sleep(0.1)
-        done.append(word)
-        return word
-
-    assert await in_thread_to_end(slow, "first") == "first"
-    task = asyncio.create_task(in_thread_to_end(slow, "second"))
-    for _ in range(3):
-        await asyncio.sleep(0)
-        task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert done == ["first", "second"]
-    with pytest.raises(ZeroDivisionError):
-        await in_thread_to_end(lambda: 1 // 0)
 
 
 async def test_a_server_that_drops_the_store_flag_is_an_error(engine, make, problems):

@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
 from radix_rl.buckets.bucket import WeightBucket
+from radix_rl.concurrency import cancel_and_wait
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
+from radix_rl.engines.fleet import on_all, outcomes_of
 from radix_rl.errors import EngineDeadError, EngineError
 from radix_rl.types import GenerateOutput, GenerateRequest
 
@@ -131,14 +133,12 @@ class EnginePool(Engine):
 
     async def health(self) -> None:
         """Healthy while one engine is."""
-        results = await asyncio.gather(*(engine.health() for engine in self.engines), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if len(errors) == len(self.engines):
+        errors = await outcomes_of(self.engines, lambda engine: engine.health())
+        if errors[0] is not None and all(error is not None for error in errors):
             raise errors[0]
 
     async def close(self) -> None:
-        for task in self._revivals:
-            task.cancel()
+        await cancel_and_wait(self._revivals)
         await self._on_all(lambda engine: engine.close())
 
     def _choose(self, session_id: str | None, tried: Collection[int]) -> int:
@@ -179,11 +179,7 @@ class EnginePool(Engine):
                 logger.info("engine %d is still dead: %s", index, error)
 
     async def _on_all(self, call: Callable[[Engine], Awaitable[object]]) -> None:
-        """Every engine is called and awaited, then the first error raised."""
-        results = await asyncio.gather(*(call(engine) for engine in self.engines), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        await on_all(self.engines, call)
 
     def _check_alike(self, infos: Sequence[EngineInfo]) -> None:
         for index, info in enumerate(infos):

@@ -9,18 +9,19 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
+from radix_rl.concurrency import gather_or_cancel, in_thread_to_end
 from radix_rl.config.rollout import RolloutConfig, SamplingConfig
 from radix_rl.engines.base import Engine
 from radix_rl.errors import ConfigurationError, EngineError
 from radix_rl.rollout.environments.base import Environment, Problem
-from radix_rl.rollout.refs import delete_refs, in_thread_to_end
+from radix_rl.rollout.refs import delete_refs
 from radix_rl.rollout.replay_index import requested_fields
 from radix_rl.rollout.sample import Sample
 from radix_rl.rollout.sample_builder import SampleBuilder
@@ -31,7 +32,6 @@ from radix_transfer_plugins.errors import OutputStoreError
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 GIVE_UP_S = 60.0
 """An answer that was aborted again and again for so long without a new token is an error. Aborts in a short
@@ -274,18 +274,6 @@ class _Retries:
                 f"s without a new token ({output.finish_reason.message or 'no reason given'})"
             )
         await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0 ** min(self._fruitless - 1, 16), _LONGEST_PAUSE_S))
-
-
-async def gather_or_cancel(coroutines: Sequence[Awaitable[T]]) -> list[T]:
-    """Results in order. The first error cancels the others, waits until they have ended, and is raised."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 def _new_request_id() -> str:

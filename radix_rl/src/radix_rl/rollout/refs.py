@@ -1,9 +1,7 @@
 """The stored objects that samples and answers own."""
 
-import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterable
 
 from radix_rl.rollout.sample import Sample
 from radix_rl.types import GenerateOutput
@@ -11,9 +9,6 @@ from radix_transfer_plugins import OutputStore
 from radix_transfer_plugins.errors import OutputStoreError
 
 logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def delete_refs(samples: Iterable[Sample], store: OutputStore) -> int:
@@ -35,23 +30,3 @@ def discard_answer(output: GenerateOutput, store: OutputStore | None) -> None:
         store.delete_many([output.output_store_ref])
     except OutputStoreError as error:
         logger.warning("could not delete the object of a refused answer: %s", error)
-
-
-async def in_thread_to_end(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run clean-up off the event loop, to its end even if this coroutine is cancelled meanwhile.
-
-    `asyncio.to_thread` alone drops a call that still waits for a thread when its task is cancelled, and
-    with it the deletion of what nobody else knows of.
-    """
-    work = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
-    cancelled: asyncio.CancelledError | None = None
-    while not work.done():
-        try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        except Exception:
-            break
-    if cancelled is not None:
-        raise cancelled
-    return work.result()

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
-from radix_rl.rollout.refs import discard_answer, in_thread_to_end
+from radix_rl.concurrency import in_thread_to_end
+from radix_rl.rollout.refs import discard_answer
 from radix_rl.rollout.sample import Sample
 from radix_rl.types import GenerateOutput, GenerateRequest, SamplingParams
 from radix_transfer_plugins import OutputStore

@@ -3,9 +3,10 @@
 import uuid
 from collections.abc import Collection, Sequence
 
+from radix_rl.concurrency import in_thread_to_end
 from radix_rl.engines.base import Engine
 from radix_rl.errors import ReplayError
-from radix_rl.rollout.refs import delete_refs, in_thread_to_end
+from radix_rl.rollout.refs import delete_refs
 from radix_rl.rollout.sample import Sample
 from radix_rl.rollout.sample_builder import SampleBuilder
 from radix_rl.types import GenerateOutput, SamplingParams

@@ -10,13 +10,14 @@ from typing import Protocol
 
 import numpy as np
 
+from radix_rl.concurrency import in_thread_to_end
 from radix_rl.config import RunConfig
 from radix_rl.launch.store import RunStore
 from radix_rl.observe.tolerance import Tolerance
 from radix_rl.rollout.environments.base import Environment
 from radix_rl.rollout.generation import RolloutGenerator
 from radix_rl.rollout.metrics import equal_groups, rollout_metrics
-from radix_rl.rollout.refs import delete_refs, in_thread_to_end
+from radix_rl.rollout.refs import delete_refs
 from radix_rl.rollout.sample import Sample
 from radix_rl.train.checkpoint import RunState
 from radix_rl.train.plan.no_signal import NoSignalWarning

@@ -1,6 +1,5 @@
 """`WeightSynchronizer`: a new version of the weights, to the whole fleet or not at all."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -8,8 +7,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 import torch
 
 from radix_rl.buckets.bucket import WeightBucket, pack_buckets
+from radix_rl.concurrency import to_end
 from radix_rl.engines.base import Engine
-from radix_rl.engines.fleet import on_all, outcomes
+from radix_rl.engines.fleet import on_all, outcomes_of
 from radix_rl.errors import ConfigurationError, WeightUpdateError
 from radix_rl.openmp_pool import pool_ended_after
 from radix_rl.weights.transports.base import WeightTransport
@@ -88,18 +88,11 @@ class WeightSynchronizer:
             await self._transport.finish(self._engines, version)
         except BaseException:
             # Shielded: a cancelled trainer must not leave an engine inside an update.
-            await asyncio.shield(self._give_up())
+            await to_end(self._give_up())
             raise
         started = time.perf_counter()
-        commit = asyncio.ensure_future(self._commit(version))
-        try:
-            await asyncio.shield(commit)
-        except asyncio.CancelledError:
-            # Some engines may have committed: a cancelled trainer must not leave the others behind.
-            await asyncio.wait([commit])
-            if (error := commit.exception()) is not None:
-                logger.warning("commit of weight version %s, whose caller is gone: %s", version, error)
-            raise
+        # Some engines may have committed: a cancelled trainer must not leave the others behind.
+        await to_end(self._commit(version))
         return metrics | {"weights/commit_s": time.perf_counter() - started}
 
     async def _give_up(self) -> None:
@@ -133,7 +126,7 @@ class WeightSynchronizer:
     async def _commit(self, version: str) -> None:
         """Commit everywhere. An engine that cannot follow the others gives its weights up, so that no
         answer comes from the version that the rest of the fleet has left."""
-        errors = await outcomes(self._engines, lambda engine: engine.commit_weight_update(version))
+        errors = await outcomes_of(self._engines, lambda engine: engine.commit_weight_update(version))
         failed = [
             (engine, error) for engine, error in zip(self._engines, errors, strict=True) if error is not None
         ]
@@ -158,7 +151,7 @@ async def _clean_up(
     engines: Sequence[Engine], name: str, call: Callable[[Engine], Awaitable[object]]
 ) -> None:
     """Call every engine, past those that fail: the error that led here is the one to raise."""
-    for engine, error in zip(engines, await outcomes(engines, call), strict=True):
+    for engine, error in zip(engines, await outcomes_of(engines, call), strict=True):
         if error is not None:
             logger.warning("%s failed on %s: %s", name, type(engine).__name__, error)
 

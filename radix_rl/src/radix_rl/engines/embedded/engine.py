@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_rl.buckets.bucket import WeightBucket
+from radix_rl.concurrency import to_end
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
 from radix_rl.engines.embedded.build import build_core, build_writer, describe_model
 from radix_rl.engines.embedded.config import EmbeddedEngineConfig
@@ -78,7 +79,12 @@ class EmbeddedEngine(Engine):
     async def start(self) -> EngineInfo:
         if self._worker is not None:
             raise EngineStateError("the engine was started already")
-        self._writer = await self._connect_writer()
+        try:
+            # The thread cannot be stopped; what it brings must not stay open.
+            await to_end(self._connect_writer())
+        except BaseException:
+            await self.close()
+            raise
         model, self._model = self._model, None
         self._worker = Worker(
             lambda: build_core(self.config, model, self.tokenizer), self.config.num_threads, self._outbox
@@ -106,16 +112,8 @@ class EmbeddedEngine(Engine):
         self._end_token_ids = frozenset(i for i in core.runner.loaded.end_token_ids if i < vocab_size)
         return await self.info()
 
-    async def _connect_writer(self) -> OutputStoreWriter | None:
-        connecting = asyncio.ensure_future(asyncio.to_thread(build_writer, self.config, self._model))
-        try:
-            return await asyncio.shield(connecting)
-        except asyncio.CancelledError:
-            # The thread cannot be stopped; what it brings must not stay open.
-            await asyncio.wait([connecting])
-            if connecting.exception() is None and (writer := connecting.result()) is not None:
-                await writer.close()
-            raise
+    async def _connect_writer(self) -> None:
+        self._writer = await asyncio.to_thread(build_writer, self.config, self._model)
 
     async def info(self) -> EngineInfo:
         """Answers at once, also while a step runs."""

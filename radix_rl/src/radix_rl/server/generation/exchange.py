@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from radix_engine_plugins.handover import Owned
+from radix_rl.concurrency import cancel_and_wait
 from radix_rl.errors import EngineDeadError
 from radix_rl.server.generation.body import Item
 from radix_rl.server.http import error_body, error_response, is_expected, sse, status_of
@@ -127,7 +128,7 @@ class Exchange(Response):
         try:
             await self._or_gone(asyncio.ensure_future(_all(tasks)))
         finally:
-            await _cancel(tasks)
+            await cancel_and_wait(tasks)
         outputs = [task.result() for task in tasks]
         body = self._renderer.answer(outputs, self._start_s)
         await self._start_response("application/json", len(body))
@@ -153,7 +154,7 @@ class Exchange(Response):
                 elif events := self._renderer.partial(index, output):
                     await self._send({"type": "http.response.body", "body": events, "more_body": True})
         finally:
-            await _cancel(tasks)
+            await cancel_and_wait(tasks)
         await self._send({"type": "http.response.body", "body": self._renderer.end(), "more_body": False})
 
     async def _generate(self, item: Item) -> GenerateOutput:
@@ -263,10 +264,3 @@ async def _all(tasks: Sequence["asyncio.Task[Any]"]) -> None:
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     for task in done:
         task.result()
-
-
-async def _cancel(tasks: Sequence["asyncio.Task[Any]"]) -> None:
-    """End every task and wait for it; results and errors of those that had ended are left in them."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from radix_rl.buckets.bucket import WeightBucket
+from radix_rl.concurrency import in_own_thread, to_end
 from radix_rl.errors import ConfigurationError, RequestError, WeightUpdateError
-from radix_rl.weights.own_thread import in_own_thread
 from radix_rl.weights.update_group import UpdateGroup, group_device
 
 _MAX_WORLD_SIZE = 2**31 - 1
@@ -99,7 +99,7 @@ class UpdateGroups:
         except BaseException:
             if self._groups.get(name) is group:
                 del self._groups[name]
-            await asyncio.shield(in_own_thread(group.close))
+            await to_end(in_own_thread(group.close))
             raise
 
     async def leave(self, name: str) -> None:

@@ -18,8 +18,8 @@ from radix_rl.buckets.bucket import WeightBucket, pack_buckets
 from radix_rl.buckets.packed import empty_bucket
 from radix_rl.buckets.safetensors import decode_named_tensors
 from radix_rl.buckets.wire import CONTENT_TYPE, decode_bucket
+from radix_rl.concurrency import torch_in_thread
 from radix_rl.errors import ConfigurationError, RequestError, WeightUpdateError
-from radix_rl.openmp_pool import torch_in_thread
 from radix_rl.server.http import json_response, read_body
 from radix_rl.server.state import state_of
 from radix_rl.server.weights.bodies import (

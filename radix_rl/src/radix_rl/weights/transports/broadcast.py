@@ -13,10 +13,10 @@ import torch
 from radix_rl.addresses import bind_tcp, host_and_port
 from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.buckets.packed import pack
+from radix_rl.concurrency import cancel_and_wait, in_own_thread, outcomes
 from radix_rl.engines.base import Engine
 from radix_rl.engines.remote.engine import RemoteEngine
 from radix_rl.errors import ConfigurationError, EngineError, WeightUpdateError
-from radix_rl.weights.own_thread import in_own_thread
 from radix_rl.weights.transports.base import WeightTransport
 from radix_rl.weights.update_group import GroupBackend, UpdateGroup, group_device
 
@@ -82,9 +82,7 @@ class BroadcastTransport(WeightTransport):
             await asyncio.wait(answers, timeout=_GRACE_S)
             raise _first_error(remotes, answers, cast, self._timeout_s)
         finally:
-            for task in (*answers, cast):
-                task.cancel()
-            await asyncio.gather(*answers, cast, return_exceptions=True)
+            await cancel_and_wait((*answers, cast))
 
     async def abandon(self) -> None:
         group, self._group = self._group, None
@@ -107,10 +105,9 @@ class BroadcastTransport(WeightTransport):
         if not calls:
             return
         _, late = await asyncio.wait(calls, timeout=_GRACE_S)
-        for call in late:
-            call.cancel()
-        for error in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(error, BaseException):
+        await cancel_and_wait(late)
+        for error in await outcomes(calls):
+            if error is not None:
                 logger.debug("leaving a group of weight updates: %s", error)
 
     async def _meet(self, remotes: Sequence[RemoteEngine]) -> UpdateGroup:
@@ -160,9 +157,7 @@ class BroadcastTransport(WeightTransport):
                 return hosting.result()
             raise _first_error(remotes, joins, hosting, self._timeout_s)
         finally:
-            for task in (*joins, hosting):
-                task.cancel()
-            await asyncio.gather(*joins, hosting, return_exceptions=True)
+            await cancel_and_wait((*joins, hosting))
 
 
 def _remotes(engines: Sequence[Engine]) -> list[RemoteEngine]:

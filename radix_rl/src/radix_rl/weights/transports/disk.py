@@ -12,11 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from radix_rl.buckets.bucket import WeightBucket
+from radix_rl.concurrency import in_thread_to_end, torch_in_thread
 from radix_rl.engines.base import Engine, WeightNames
 from radix_rl.engines.fleet import on_all
 from radix_rl.engines.remote.engine import RemoteEngine
 from radix_rl.errors import ConfigurationError, WeightUpdateError
-from radix_rl.openmp_pool import torch_in_thread
 from radix_rl.weights.transports.base import WeightTransport
 
 _COPIED = ("config.json", "generation_config.json")
@@ -61,7 +61,7 @@ class DiskTransport(WeightTransport):
         try:
             await on_all(engines, load)
         except BaseException:
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
+            await in_thread_to_end(shutil.rmtree, path, ignore_errors=True)
             raise
         last, self._last = self._last, path
         if last is not None and last != path:
