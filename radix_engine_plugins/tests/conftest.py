@@ -34,7 +34,11 @@ class GatedStore(OutputStore):
         return {info.key.rpartition("/")[0] for info in self._view.list_objects()}
 
     def put_many(
-        self, stashes: Sequence[msgspec.Struct], *, start_rows: Sequence[Mapping[str, int]] | None = None
+        self,
+        stashes: Sequence[msgspec.Struct],
+        *,
+        start_rows: Sequence[Mapping[str, int]] | None = None,
+        waited_s: float = 0.0,
     ) -> list[StoreRef]:
         with self._lock:
             self.num_puts += 1
@@ -45,7 +49,7 @@ class GatedStore(OutputStore):
             assert self.gate.wait(30)
             if self.put_error is not None:
                 raise self.put_error
-            return super().put_many(stashes, start_rows=start_rows)
+            return super().put_many(stashes, start_rows=start_rows, waited_s=waited_s)
         finally:
             with self._lock:
                 self.running -= 1

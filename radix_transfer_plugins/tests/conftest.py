@@ -26,11 +26,11 @@ class RecordingBackend(MemoryBackend):
         self.most_open_leases = 0
         self.lent_views = []
 
-    def put_batch(self, items):
+    def put_batch(self, items, *, waited_s=0.0):
         self.put_calls.append([key for key, _ in items])
         if len(self.put_calls) == self.fail_put_number:
             raise self.failure
-        super().put_batch(items)
+        super().put_batch(items, waited_s=waited_s)
 
     def get_batch(self, keys):
         self.get_calls.append(list(keys))

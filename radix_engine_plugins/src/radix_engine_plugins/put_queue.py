@@ -39,6 +39,8 @@ class Put:
     result: "Future[StoreRef]" = field(default_factory=Future)
     """Cancelling it succeeds until the put begins."""
 
+    queued_s: float = field(default_factory=time.monotonic)
+    """When it was queued, on the monotonic clock."""
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:

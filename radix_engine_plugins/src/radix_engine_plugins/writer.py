@@ -29,7 +29,8 @@ class OutputStoreWriter:
     whatever was stored.
 
     `write` and `discard` may be called from several threads and event loops at once. A put that waits for
-    its turn holds its stash and nothing else: no thread, no buffer of the store.
+    its turn holds its stash and nothing else: no thread, no buffer of the store. Waiting for a turn counts as
+    waiting for room: in a full store each put fails after the backend's `wait_s`, however many wait.
     """
 
     def __init__(
@@ -106,7 +107,10 @@ class OutputStoreWriter:
         start_s = time.perf_counter()
         try:
             refs = self._store.put_many(
-                [put.stash for put in puts], start_rows=[put.start_rows for put in puts]
+                [put.stash for put in puts],
+                start_rows=[put.start_rows for put in puts],
+                # Of the oldest: where the others have time left, they are put alone again.
+                waited_s=time.monotonic() - min(put.queued_s for put in puts),
             )
         except BaseException as error:
             if len(puts) > 1 and not isinstance(error, StoreUnavailableError):

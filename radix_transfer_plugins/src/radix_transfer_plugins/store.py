@@ -102,13 +102,15 @@ class OutputStore:
         stashes: Sequence[msgspec.Struct],
         *,
         start_rows: Sequence[Mapping[str, int]] | None = None,
+        waited_s: float = 0.0,
     ) -> list[StoreRef]:
         """Store the stashes, all or nothing for the whole list; None fields are not stored.
 
         A stash goes to the backend in one call, small ones in one call together. `start_rows[i]` gives the
-        absolute first row of fields of stash i (default 0). When this returns, the data can be read by every
-        client of the store. The arrays may be changed afterwards. Raises CodecError, StoreFullError,
-        StoreUnavailableError; then nothing of the list is left in the store.
+        absolute first row of fields of stash i (default 0). `waited_s`, which these stashes spent in a queue,
+        counts as waiting for room, and so does the time of the call itself. When this returns, the data can
+        be read by every client of the store. The arrays may be changed afterwards. Raises CodecError,
+        StoreFullError, StoreUnavailableError; then nothing of the list is left in the store.
         """
         if start_rows is not None and len(start_rows) != len(stashes):
             raise ConfigError(
@@ -123,7 +125,7 @@ class OutputStore:
                 refs += group
                 try:
                     if items:
-                        self.backend.put_batch(items)
+                        self.backend.put_batch(items, waited_s=waited_s + time.perf_counter() - began)
                 except OutputStoreError:
                     del refs[-len(group) :]
                     raise

@@ -3,7 +3,11 @@ holds.
 """
 
 import asyncio
+import shutil
 import threading
+import time
+import uuid
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from radix_rl.engines.embedded.config import EmbeddedEngineConfig, OutputStoreTa
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.errors import ConfigurationError
 from radix_transfer_plugins import OutputStore, StoreRef, TokenOutputStash, create_backend
+from radix_transfer_plugins.errors import StoreFullError
 
 STORE = {"backend": "memory", "config": {"key_prefix": "test/embedded"}}
 
@@ -154,3 +159,35 @@ async def test_a_start_that_is_cancelled_while_it_connects_closes_the_store(qwen
 
     with pytest.raises(RuntimeError, match="writer is closed"):
         await made[0].write(TokenOutputStash(routed_experts=np.zeros((1, 1, 1), np.int32)), {})
+
+
+async def test_a_full_store_delays_no_request_that_stores_nothing(qwen3_moe, engine_of, prompt, request_of):
+    directory = Path("/dev/shm") / f"radix-test-{uuid.uuid4().hex}"
+    config = {"directory": str(directory), "capacity_bytes": 1_000_000, "wait_s": 1.0}
+    filler = create_backend("shared_memory", config)
+    filler.put_batch([("output-store/filler", bytes(999_990))])
+    fields = {"max_new_tokens": 4, "return_routed_experts": True}
+
+    async def one(engine, name: str, stores: bool):
+        began_s = time.monotonic()
+        error = None
+        try:
+            await engine.generate(request_of(name, prompt(8, 1), **fields, return_outputs_via_store=stores))
+        except StoreFullError as full:
+            error = full
+        return error, time.monotonic() - began_s
+
+    try:
+        store = {"backend": "shared_memory", "config": config}
+        async with engine_of(qwen3_moe, output_store=store) as engine:
+            storing = [asyncio.create_task(one(engine, str(i), True)) for i in range(48)]
+            await asyncio.sleep(0.6)
+            plain = await asyncio.gather(*(one(engine, f"plain-{i}", False) for i in range(4)))
+            assert not any(task.done() for task in storing)
+            stored = await asyncio.gather(*storing)
+    finally:
+        filler.close()
+        shutil.rmtree(directory)
+    assert [error for error, _ in plain] == [None] * 4
+    assert all(isinstance(error, StoreFullError) for error, _ in stored)
+    assert max(seconds for _, seconds in stored) < 3.0

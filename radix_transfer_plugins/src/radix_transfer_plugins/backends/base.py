@@ -72,8 +72,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def put_batch(self, items: Sequence[tuple[str, Buffer]]) -> None:
+    def put_batch(self, items: Sequence[tuple[str, Buffer]], *, waited_s: float = 0.0) -> None:
         """Store every item durably or none of them: the fields of one stash, or of up to 64 small ones.
+
+        `waited_s`: how long the put waited elsewhere, which counts as waiting for room. So puts that queue
+        behind others of a full store fail when each has waited as long as the backend is configured to.
 
         Raises KeyExistsError, StoreFullError, StoreUnavailableError.
         """

@@ -81,11 +81,11 @@ class MemoryBackend(Backend):
     def from_config(cls, config: Mapping[str, object]) -> Self:
         return cls(parse_config(config, MemoryConfig, cls.name))
 
-    def put_batch(self, items: Sequence[tuple[str, Buffer]]) -> None:
+    def put_batch(self, items: Sequence[tuple[str, Buffer]], *, waited_s: float = 0.0) -> None:
         self._require_open()
         needed = sum(byte_view(value).nbytes for _, value in items)
         space = self._space
-        deadline = time.monotonic() + self._wait_s
+        deadline = time.monotonic() + self._wait_s - waited_s
         with space.changed:
             while True:
                 self._require_new(items)

@@ -201,6 +201,18 @@ class BackendConformance:
         assert read(small, [keys[0]]) == [bytes(self.small_capacity_bytes // 4)]
         small.delete_batch(keys)
 
+    def test_a_put_that_has_waited_elsewhere_waits_no_longer(self, small: Backend, prefix: str) -> None:
+        small.put_batch([(f"{prefix}/fits", b"x")], waited_s=1e6)
+        small.delete_batch([f"{prefix}/fits"])
+        keys = self._fill(small, prefix)
+        room = threading.Timer(0.3, small.delete_batch, [keys])
+        room.start()
+        try:
+            with pytest.raises(StoreFullError):
+                small.put_batch([(f"{prefix}/late", bytes(self.small_capacity_bytes // 4))], waited_s=1e6)
+        finally:
+            room.join()
+
     def test_a_put_waits_for_room_that_a_delete_makes(self, small: Backend, prefix: str) -> None:
         keys = self._fill(small, prefix)
         room = threading.Timer(0.3, small.delete_batch, [keys])

@@ -44,7 +44,7 @@ class FaultyBackend(SharedMemoryBackend):
         backend.refused = set()
         return backend
 
-    def put_batch(self, items: Sequence[tuple[str, Buffer]]) -> None:
+    def put_batch(self, items: Sequence[tuple[str, Buffer]], *, waited_s: float = 0.0) -> None:
         faults = self._injected()
         stashes: dict[str, list[bytes]] = {}
         for key, value in items:
@@ -56,7 +56,7 @@ class FaultyBackend(SharedMemoryBackend):
             while self._injected().get("hold") and time.monotonic() < deadline_s:
                 time.sleep(0.02)
             self._refuse(stashes, numbers, faults)
-            super().put_batch(items)
+            super().put_batch(items, waited_s=waited_s)
         finally:
             for _ in stashes:
                 self._note_put("ended")

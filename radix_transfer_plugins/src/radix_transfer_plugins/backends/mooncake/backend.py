@@ -56,7 +56,7 @@ class MooncakeBackend(Backend):
 
     # Putting.
 
-    def put_batch(self, items: Sequence[tuple[str, Buffer]]) -> None:
+    def put_batch(self, items: Sequence[tuple[str, Buffer]], *, waited_s: float = 0.0) -> None:
         values = {stored_key(key): byte_view(value) for key, value in items}
         if len(values) != len(items):
             raise KeyExistsError(f"mooncake: a key occurs twice in one put: {[key for key, _ in items]!r}")
@@ -65,7 +65,7 @@ class MooncakeBackend(Backend):
         self._require_fits_buffer(values)
         self._remove_left_behind()
         self._require_absent(list(values))
-        deadline = time.monotonic() + self.config.wait_s
+        deadline = time.monotonic() + self.config.wait_s - waited_s
         pause_s = 0.01
         while (code := self._put_once(values)) == status.SEGMENTS_FULL:
             needed = sum(map(len, values.values()))

@@ -86,7 +86,7 @@ class SharedMemoryBackend(Backend):
         finally:
             self._calls.discard(call)
 
-    def put_batch(self, items: Sequence[tuple[str, Buffer]]) -> None:
+    def put_batch(self, items: Sequence[tuple[str, Buffer]], *, waited_s: float = 0.0) -> None:
         values = [(key, byte_view(value)) for key, value in items]
         keys = [key for key, _ in values]
         if len(set(keys)) != len(keys):
@@ -96,7 +96,7 @@ class SharedMemoryBackend(Backend):
         # In one order for all writers, so that of two with a key in common one wins.
         values.sort(key=lambda item: item[0])
         num_bytes = sum(len(value) for _, value in values)
-        deadline = time.monotonic() + self.config.wait_s
+        deadline = time.monotonic() + self.config.wait_s - waited_s
         pause_s = 0.001
         first_try = True
         while not self._try_put(values, num_bytes, recount=first_try):
