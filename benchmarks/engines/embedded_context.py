@@ -15,7 +15,7 @@ from benchmarks.engines.tiny_moe import prompts, tiny_model
 from benchmarks.result import Result, at_most, shown
 from benchmarks.timing import median_ratio, take_turns
 from radix_rl.engines.embedded.build import build_core
-from radix_rl.engines.embedded.config import EmbeddedEngineConfig
+from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.schedule.sequence import Sequence
 from radix_rl.types import GenerateRequest, SamplingParams
 
@@ -99,7 +99,7 @@ def attention_alone(model: PreTrainedModel, context: int) -> Callable[[], None]:
 
 
 def engine_decode(model: PreTrainedModel, context: int) -> Callable[[], None]:
-    config = EmbeddedEngineConfig(
+    config = EmbeddedEngineSetup(
         dtype="float32",
         kv_cache_tokens=REQUESTS * (context + GROWTH + 16),
         enable_return_routed_experts=True,

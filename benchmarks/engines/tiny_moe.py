@@ -13,7 +13,8 @@ from typing import Literal, Self
 import torch
 from transformers import DynamicCache, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from radix_rl.engines.embedded.config import EmbeddedEngineConfig, OutputStoreTarget
+from radix_rl.config.output_store import OutputStoreConfig
+from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.types import GenerateRequest, SamplingParams
 
@@ -64,10 +65,10 @@ class EngineRun:
                 tempfile.TemporaryDirectory(prefix="radix-bench-", dir="/dev/shm")
             )
             config = {"directory": str(Path(folder)), "key_prefix": "bench/outputs"}
-            target = OutputStoreTarget(backend="shared_memory", config=config)
+            target = OutputStoreConfig(backend="shared_memory", config=config)
         self._runner = self._ending.enter_context(asyncio.Runner())
         self._engine = EmbeddedEngine(
-            EmbeddedEngineConfig(
+            EmbeddedEngineSetup(
                 dtype="float32",
                 max_running_requests=64,
                 kv_cache_tokens=32768,

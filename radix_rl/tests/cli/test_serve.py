@@ -1,10 +1,13 @@
 """`radix-rl serve` up to where the engine would start; the whole of it is in tests/end_to_end."""
 
+import inspect
+
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from radix_rl.cli.serve import serve
+from radix_rl.config.engine import EmbeddedEngineConfig
 from radix_rl.errors import ConfigurationError
 from radix_rl.server.runner import bind
 
@@ -36,7 +39,22 @@ def model_path(tmp_path):
         (["--output-store-backend-extra-config", '{"key_prefix": "x"}'], "needs --output-store-backend"),
         (["--dtype", "int3"], "--dtype"),
         (["--max-running-requests", "0"], "--max-running-requests"),
-        (["--kv-cache-tokens", "1"], "--kv-cache-tokens"),
+        (["--kv-cache-tokens", "8"], "--kv-cache-tokens: Input should be greater than or equal to 16, got 8"),
+        (
+            ["--max-total-tokens", "8"],
+            "--kv-cache-tokens: Input should be greater than or equal to 16, got 8",
+        ),
+        (["--chunked-prefill-size", "3"], "--chunked-prefill-tokens: Input should be greater than"),
+        (["--bfloat16-products", "exact"], "--bfloat16-products: Input should be 'auto', 'native' or"),
+        (["--device", "abacus"], '--device: expected a torch device such as "cpu"'),
+        (["--random-seed", "-1"], "--random-seed: Input should be greater than or equal to 0, got -1"),
+        (["--num-threads", "0"], "--num-threads: Input should be greater than or equal to 1, got 0"),
+        (
+            ["--output-store-backend", "memory", "--output-store-max-concurrent-puts", "0"],
+            "--output-store-max-concurrent-puts: Input should be greater than or equal to 1, got 0",
+        ),
+        (["--weight-update-timeout-seconds", "inf"], "--weight-update-timeout-seconds: expected more than 0"),
+        (["--disable-radix-cache", "--prefix-cache-tokens", "9"], "contradicts --prefix-cache-tokens"),
         (["--chat-template", "/nonexistent/template"], "--chat-template: cannot read"),
         (["--gguf-file", "absent.gguf"], "has no absent.gguf"),
         (["--drain-seconds", "nan"], "--drain-seconds: expected 0 or more, got nan"),
@@ -50,6 +68,38 @@ def test_a_wrong_setting_names_its_flag(run, model_path, options, message):
 
     assert isinstance(error, ConfigurationError)
     assert message in str(error)
+
+
+def test_every_setting_of_the_engine_is_an_option():
+    names = inspect.signature(serve).parameters
+    assert set(EmbeddedEngineConfig.model_fields) - {"type"} <= set(names)
+    assert {name: names[name].default for name in EmbeddedEngineConfig.model_fields if name != "type"} == {
+        name: field.default for name, field in EmbeddedEngineConfig.model_fields.items() if name != "type"
+    }
+
+
+def test_options_reach_the_engine_in_both_spellings(run, model_path, monkeypatch):
+    seen = []
+
+    async def remember(setup, *_):
+        seen.append(setup)
+
+    monkeypatch.setattr("radix_rl.cli.serve._serve", remember)
+    ours = ["--kv-cache-tokens", "320", "--chunked-prefill-tokens", "64", "--prefix-cache-tokens", "0"]
+    sglangs = ["--max-total-tokens", "320", "--chunked-prefill-size", "64", "--disable-radix-cache"]
+    rest = ["--device", "cpu", "--bfloat16-products", "native", "--experts-implementation", "eager"]
+
+    assert run(model_path, *ours, *rest) is None
+    assert run("--model-path", model_path, *sglangs, *rest) is None
+
+    assert seen[0] == seen[1]
+    assert (seen[0].kv_cache_tokens, seen[0].chunked_prefill_tokens) == (320, 64)
+    assert (seen[0].bfloat16_products, seen[0].experts_implementation) == ("native", "eager")
+
+
+def test_a_model_is_named_once(run, model_path):
+    assert "expected MODEL or --model-path, got neither" in str(run())
+    assert "expected MODEL or --model-path, got 'a' and 'b'" in str(run("a", "--model-path", "b"))
 
 
 @pytest.mark.parametrize("variable", ["RADIX_RL_API_KEY", "RADIX_RL_ADMIN_API_KEY"])
@@ -83,9 +133,9 @@ def test_a_port_that_cannot_be_is_a_clear_error(run, model_path):
 
 
 def test_keys_never_reach_what_server_info_tells():
-    from radix_rl.cli.serve import _settings
-    from radix_rl.engines.embedded.config import EmbeddedEngineConfig
+    from radix_rl.cli.serve import _server_settings
+    from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 
-    settings = _settings(EmbeddedEngineConfig(model_path="/m"), "m", "secret-1", "secret-2", 300.0)
+    settings = _server_settings(EmbeddedEngineSetup(model_path="/m"), "m", "secret-1", "secret-2", 300.0)
 
     assert "secret" not in str(settings.launch_arguments)

@@ -93,6 +93,10 @@ def test_an_override_of_the_same_variant_keeps_its_settings(minimal):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
+        (
+            "engine.kv_cache_tokens=8",
+            "engine.kv_cache_tokens: Input should be greater than or equal to 16, got 8",
+        ),
         ("train.stepps=3", "train.stepps: unknown setting; did you mean steps?"),
         ("engine.dtyp=float32", "engine.dtyp: unknown setting; did you mean dtype"),
         (
@@ -105,7 +109,7 @@ def test_an_override_of_the_same_variant_keeps_its_settings(minimal):
         ("train.steps=0", "train.steps: Input should be greater than or equal to 1, got 0"),
         (
             "engine.dtype=float64",
-            "engine.dtype: Input should be 'bfloat16', 'float16' or 'float32', got 'float64'",
+            "engine.dtype: Input should be 'auto', 'bfloat16', 'float16' or 'float32', got 'float64'",
         ),
         ("weights.bucket_bytes=12 parsecs", "weights.bucket_bytes: expected a size such as 1048576"),
         ("engine.type=embeded", "engine.type: expected 'embedded', 'remote', got 'embeded'"),

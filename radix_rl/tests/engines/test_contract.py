@@ -13,11 +13,13 @@ import torch
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from radix_rl.buckets.bucket import pack_buckets
+from radix_rl.config.engine import RemoteSettings
+from radix_rl.config.output_store import OutputStoreConfig
 from radix_rl.engines.base import Engine
-from radix_rl.engines.embedded.config import EmbeddedEngineConfig, OutputStoreTarget
+from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.engines.pool import EnginePool
-from radix_rl.engines.remote.engine import RemoteEngine, RemoteSettings
+from radix_rl.engines.remote.engine import RemoteEngine
 from radix_rl.errors import EngineError, EngineStateError, RequestError
 from radix_rl.server.app import create_app
 from radix_rl.server.runner import HttpServer, bind
@@ -101,13 +103,13 @@ async def engine(request, make_model, memory_store) -> AsyncIterator[Engine]:
     store, config = memory_store
 
     def embedded() -> EmbeddedEngine:
-        settings = EmbeddedEngineConfig(
+        settings = EmbeddedEngineSetup(
             dtype="float32",
             kv_cache_tokens=2048,
             context_length=1000,
             enable_return_routed_experts=True,
             num_threads=1,
-            output_store=OutputStoreTarget(backend="memory", config=config),
+            output_store=OutputStoreConfig(backend="memory", config=config),
         )
         return EmbeddedEngine(settings, model=make_model(), tokenizer=NoTokenizer())
 

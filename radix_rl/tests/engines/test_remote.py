@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from radix_rl.addresses import host_and_port
-from radix_rl.engines.remote.engine import RemoteEngine, RemoteSettings
+from radix_rl.config.engine import RemoteSettings
+from radix_rl.engines.remote.engine import RemoteEngine
 from radix_rl.engines.remote.liveness import LivenessWatch
 from radix_rl.errors import (
     ConfigurationError,
@@ -32,8 +33,22 @@ async def connect(memory_store):
     store, _ = memory_store
     opened = []
 
-    async def start(url: str, *, needs: str | None = "memory", **settings) -> RemoteEngine:
-        engine = RemoteEngine(url, RemoteSettings(**settings), needs_output_store=needs, store=store)
+    async def start(
+        url: str,
+        *,
+        needs: str | None = "memory",
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        **settings,
+    ) -> RemoteEngine:
+        engine = RemoteEngine(
+            url,
+            RemoteSettings(**settings),
+            api_key=api_key,
+            admin_api_key=admin_api_key,
+            needs_output_store=needs,
+            store=store,
+        )
         opened.append(engine)
         await engine.start()
         return engine

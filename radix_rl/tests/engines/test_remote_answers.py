@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from radix_rl.config.engine import RemoteSettings
 from radix_rl.engines.remote import client as http_client
-from radix_rl.engines.remote.engine import RemoteEngine, RemoteSettings
+from radix_rl.engines.remote.engine import RemoteEngine
 from radix_rl.engines.remote.liveness import LivenessWatch
 from radix_rl.engines.remote.retry import RetryPolicy
 from radix_rl.engines.remote.weights import RemoteWeights

@@ -95,7 +95,7 @@ def test_the_engine_writes_where_the_trainer_reads(configure):
     engine = build_engine(config, run_store)
     assert engine.capabilities.output_store == "memory"
     assert engine.capabilities.routed_experts
-    assert run_store.config["key_prefix"].startswith("run-1-")
+    assert run_store.settings.backend_config["key_prefix"].startswith("run-1-")
     assert run_store.objects_left() == 0
     check_engine(config, engine)
     run_store.close()

@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 from radix_engine_plugins.collector import TokenOutputCollector
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_rl.buckets.bucket import WeightBucket
+from radix_rl.config.output_store import OutputStoreConfig
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
-from radix_rl.engines.embedded.config import EmbeddedEngineConfig, OutputStoreTarget
+from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.errors import EngineDeadError, EngineStateError, RequestError
 from radix_rl.server.app import create_app
@@ -286,12 +287,12 @@ async def make_embedded(
         )
     )
     engine = EmbeddedEngine(
-        EmbeddedEngineConfig(
+        EmbeddedEngineSetup(
             dtype="float32",
             max_running_requests=16,
             enable_return_routed_experts=True,
             num_threads=1,
-            output_store=OutputStoreTarget(backend="memory", config=config) if config else None,
+            output_store=OutputStoreConfig(backend="memory", config=config) if config else None,
             **({"kv_cache_tokens": 1024} | changes),
         ),
         model=model,

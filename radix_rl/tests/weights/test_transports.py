@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from radix_rl.addresses import host_and_port
 from radix_rl.buckets.bucket import TensorSpec, pack_buckets
 from radix_rl.buckets.packed import pack
+from radix_rl.config.engine import RemoteSettings
 from radix_rl.engines.remote.client import HttpClient
-from radix_rl.engines.remote.engine import RemoteEngine, RemoteSettings
+from radix_rl.engines.remote.engine import RemoteEngine
 from radix_rl.engines.remote.weights import RemoteWeights
 from radix_rl.errors import ConfigurationError, EngineError, EngineStateError, WeightUpdateError
 from radix_rl.server.app import create_app

@@ -9,7 +9,8 @@ import httpx
 import numpy as np
 import pytest
 
-from radix_rl.engines.remote.engine import RemoteEngine, RemoteSettings
+from radix_rl.config.engine import RemoteSettings
+from radix_rl.engines.remote.engine import RemoteEngine
 from radix_rl.types import LOGPROB_FLOOR, GenerateRequest, SamplingParams
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]

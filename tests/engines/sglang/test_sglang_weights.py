@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from radix_rl.config.engine import RemoteSettings
 from radix_rl.config.weights import WeightsConfig
 from radix_rl.engines.remote import client as http_client
-from radix_rl.engines.remote.engine import RemoteEngine, RemoteSettings
+from radix_rl.engines.remote.engine import RemoteEngine
 from radix_rl.engines.remote.liveness import LivenessWatch
 from radix_rl.engines.remote.retry import RetryPolicy
 from radix_rl.types import GenerateOutput, GenerateRequest, SamplingParams

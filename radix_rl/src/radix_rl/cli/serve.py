@@ -11,43 +11,46 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from radix_rl.addresses import host_and_port
+from radix_rl.cli.options import checked, options_of
+from radix_rl.config.engine import EmbeddedEngineConfig
+from radix_rl.config.output_store import OutputStoreConfig
+from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from radix_rl.engines.embedded.config import EmbeddedEngineConfig
     from radix_rl.server.settings import ServerSettings
 
 _MODEL = "Model and serving"
+_ENGINE = "Engine"
 _CAPTURE = "Replay outputs and output store"
 _ACCESS = "Access"
 
+_SGLANG_SPELLINGS = {
+    "kv_cache_tokens": ["--max-total-tokens"],
+    "chunked_prefill_tokens": ["--chunked-prefill-size"],
+}
+"""Settings that SGLang calls otherwise: field -> flags. Equal names need no entry."""
 
+
+@options_of(EmbeddedEngineConfig, panel=_ENGINE, aliases=_SGLANG_SPELLINGS)
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face checkpoint.")],
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face checkpoint.")
+    ] = None,
+    model_path: Annotated[
+        str | None,
+        typer.Option("--model-path", "--model", help="MODEL, in SGLang's spelling.", rich_help_panel=_MODEL),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_MODEL)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: the system chooses.", rich_help_panel=_MODEL)] = 30000,
-    dtype: Annotated[
-        str, typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=_MODEL)
-    ] = "auto",
-    device: Annotated[
-        str, typer.Option(help='torch device; "auto": the first GPU, else the CPU.', rich_help_panel=_MODEL)
-    ] = "auto",
-    max_running_requests: Annotated[
-        int, typer.Option(help="Requests in the running batch; others wait.", rich_help_panel=_MODEL)
-    ] = 64,
-    context_length: Annotated[
-        int | None,
-        typer.Option(help="Prompt plus output tokens; default: the model's own.", rich_help_panel=_MODEL),
-    ] = None,
-    kv_cache_tokens: Annotated[
-        int, typer.Option(help="Tokens that the preallocated cache holds.", rich_help_panel=_MODEL)
-    ] = 65536,
-    chunked_prefill_tokens: Annotated[
-        int, typer.Option(help="Prompt tokens through the model in one step.", rich_help_panel=_MODEL)
-    ] = 2048,
-    prefix_cache_tokens: Annotated[
-        int, typer.Option(help="Tokens of prompts kept for reuse; 0: none.", rich_help_panel=_MODEL)
-    ] = 0,
+    disable_radix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--disable-radix-cache",
+            help="--prefix-cache-tokens 0, in SGLang's spelling.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = False,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that /v1/models tells; default: MODEL.", rich_help_panel=_MODEL)
     ] = None,
@@ -126,39 +129,49 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(help="How long running requests may end after SIGTERM.", rich_help_panel=_MODEL)
     ] = 30.0,
+    *,
+    settings: dict[str, Any],
 ) -> None:
     """Serve MODEL over HTTP: SGLang's /generate and control routes, OpenAI's completions and chat.
 
     With --output-store-backend, requests that set return_outputs_via_store get a small reference in
     meta_info.output_store_ref, and their replay outputs go to the store.
     """
-    config = _engine_config(
-        model_path=model,
-        gguf_file=gguf_file,
-        tokenizer_path=tokenizer_path,
-        dtype=dtype,
-        device=device,
-        max_running_requests=max_running_requests,
-        context_length=context_length,
-        kv_cache_tokens=kv_cache_tokens,
-        chunked_prefill_tokens=chunked_prefill_tokens,
-        prefix_cache_tokens=prefix_cache_tokens,
-        enable_return_routed_experts=enable_return_routed_experts,
-        enable_return_indexer_topk=enable_return_indexer_topk,
-        output_store=_store_target(
-            output_store_backend, output_store_backend_extra_config, output_store_max_concurrent_puts
-        ),
-        weight_version=weight_version,
-        seed=random_seed,
-        num_threads=num_threads,
+    folder = _folder(model, model_path, gguf_file)
+    if disable_radix_cache and settings["prefix_cache_tokens"] > 0:
+        raise ConfigurationError(
+            "--disable-radix-cache contradicts --prefix-cache-tokens; leave one of them out"
+        )
+    store = _store(output_store_backend, output_store_backend_extra_config, output_store_max_concurrent_puts)
+    setup = checked(
+        EmbeddedEngineSetup,
+        settings
+        | {
+            "model_path": folder,
+            "gguf_file": gguf_file,
+            "tokenizer_path": tokenizer_path,
+            "enable_return_routed_experts": enable_return_routed_experts,
+            "enable_return_indexer_topk": enable_return_indexer_topk,
+            "output_store": store,
+            "weight_version": weight_version,
+            "seed": random_seed,
+            "num_threads": num_threads,
+        },
+        {"seed": "--random-seed"},
     )
     _check_keys({"api_key": api_key, "admin_api_key": admin_api_key})
     if not 0 <= drain_seconds < math.inf:
         raise ConfigurationError(f"--drain-seconds: expected 0 or more, got {drain_seconds!r}")
-    settings = _settings(
-        config, served_model_name or model, api_key, admin_api_key, weight_update_timeout_seconds
+    if not 0 < weight_update_timeout_seconds < math.inf:
+        raise ConfigurationError(
+            f"--weight-update-timeout-seconds: expected more than 0, got {weight_update_timeout_seconds!r}"
+        )
+    setup = _with_device(setup)
+    template = _chat_template(chat_template)
+    answers = _server_settings(
+        setup, served_model_name or folder, api_key, admin_api_key, weight_update_timeout_seconds
     )
-    asyncio.run(_serve(config, settings, host, port, _chat_template(chat_template), drain_seconds))
+    asyncio.run(_serve(setup, answers, host, port, template, drain_seconds))
 
 
 def _check_keys(keys: dict[str, str | None]) -> None:
@@ -173,7 +186,7 @@ def _check_keys(keys: dict[str, str | None]) -> None:
 
 
 async def _serve(
-    config: "EmbeddedEngineConfig",
+    setup: EmbeddedEngineSetup,
     settings: "ServerSettings",
     host: str,
     port: int,
@@ -184,19 +197,19 @@ async def _serve(
 
     start_s = time.monotonic()
     sock = bind(host, port)
-    if config.output_store is not None:
-        typer.echo(f"output store: {config.output_store.backend}", err=True)
-    typer.echo(f"loading {config.model_path} ({config.dtype}, {config.device})", err=True)
+    if setup.output_store is not None:
+        typer.echo(f"output store: {setup.output_store.backend}", err=True)
+    typer.echo(f"loading {setup.model_path} ({setup.dtype}, {setup.device})", err=True)
     # Importing torch takes seconds; what was told before shows that something happens.
     from radix_rl.engines.embedded.engine import EmbeddedEngine
     from radix_rl.server.app import create_app
 
-    engine = EmbeddedEngine(config)
+    engine = EmbeddedEngine(setup)
     try:
         info = await engine.start()
         if engine.tokenizer is None:
             raise ConfigurationError(
-                f"{config.model_path!r} has no tokenizer files, which the server needs for text; "
+                f"{setup.model_path!r} has no tokenizer files, which the server needs for text; "
                 "give --tokenizer-path"
             )
         if chat_template is not None:
@@ -221,30 +234,29 @@ async def _serve(
     typer.echo("stopped", err=True)
 
 
-def _engine_config(**values: Any) -> "EmbeddedEngineConfig":
-    from pydantic import ValidationError
-
-    from radix_rl.engines.embedded.config import EmbeddedEngineConfig
-
-    path = Path(values["model_path"])
-    needed = values["gguf_file"] or "config.json"
+def _folder(model: str | None, model_path: str | None, gguf_file: str | None) -> str:
+    """The folder named by one of the two spellings. Raises ConfigurationError unless it holds a model."""
+    if (model is None) == (model_path is None):
+        given = "neither" if model is None else f"{model!r} and {model_path!r}"
+        raise ConfigurationError(f"MODEL: expected MODEL or --model-path, got {given}")
+    folder = str(model or model_path)
+    path = Path(folder)
+    needed = gguf_file or "config.json"
     if not (path / needed).is_file():
         what = "is no folder" if not path.is_dir() else f"has no {needed}"
         raise ConfigurationError(
-            f"MODEL: expected the folder of a Hugging Face checkpoint, got {str(path)!r}, which {what}"
+            f"MODEL: expected the folder of a Hugging Face checkpoint, got {folder!r}, which {what}"
         )
-    values["device"] = _device(values["device"])
-    try:
-        return EmbeddedEngineConfig(**values)
-    except ValidationError as error:
-        problems = "; ".join(
-            f"--{str(problem['loc'][0]).replace('_', '-')}: {problem['msg']}, got {problem['input']!r}"
-            for problem in error.errors()
-        )
-        raise ConfigurationError(problems) from error
+    return folder
 
 
-def _store_target(backend: str | None, extra_config: str, max_concurrent_puts: int) -> dict[str, Any] | None:
+def _with_device(setup: EmbeddedEngineSetup) -> EmbeddedEngineSetup:
+    from radix_rl.engines.embedded.device import resolve_device
+
+    return setup.model_copy(update={"device": resolve_device(setup.device)})
+
+
+def _store(backend: str | None, extra_config: str, max_concurrent_puts: int) -> OutputStoreConfig | None:
     try:
         config = json.loads(extra_config)
     except ValueError as error:
@@ -253,15 +265,15 @@ def _store_target(backend: str | None, extra_config: str, max_concurrent_puts: i
         raise ConfigurationError(
             f"--output-store-backend-extra-config: expected a JSON object, got {extra_config!r}"
         )
-    if backend is None:
-        if config:
-            raise ConfigurationError("--output-store-backend-extra-config needs --output-store-backend")
-        return None
-    return {"backend": backend, "config": config, "max_concurrent_puts": max_concurrent_puts}
+    if backend is None and config:
+        raise ConfigurationError("--output-store-backend-extra-config needs --output-store-backend")
+    values = {"backend": backend or "", "config": config, "max_concurrent_puts": max_concurrent_puts}
+    store = checked(OutputStoreConfig, values, {"max_concurrent_puts": "--output-store-max-concurrent-puts"})
+    return None if backend is None else store
 
 
-def _settings(
-    config: "EmbeddedEngineConfig",
+def _server_settings(
+    setup: EmbeddedEngineSetup,
     served_model_name: str,
     api_key: str | None,
     admin_api_key: str | None,
@@ -269,22 +281,17 @@ def _settings(
 ) -> "ServerSettings":
     from radix_rl.server.settings import ServerSettings
 
-    assert config.model_path is not None
-    if not weight_update_timeout_s > 0:
-        raise ConfigurationError(
-            f"--weight-update-timeout-seconds: expected more than 0, got {weight_update_timeout_s!r}"
-        )
-    arguments = config.model_dump(mode="json", exclude={"output_store"})
+    assert setup.model_path is not None
     return ServerSettings(
-        model_path=config.model_path,
+        model_path=setup.model_path,
         served_model_name=served_model_name,
-        enable_return_routed_experts=config.enable_return_routed_experts,
-        output_store_backend=config.output_store.backend if config.output_store else None,
-        device=config.device,
+        enable_return_routed_experts=setup.enable_return_routed_experts,
+        output_store_backend=setup.output_store.backend if setup.output_store else None,
+        device=setup.device,
         weight_update_timeout_s=weight_update_timeout_s,
         api_key=api_key,
         admin_api_key=admin_api_key,
-        launch_arguments=arguments,
+        launch_arguments=setup.model_dump(mode="json", exclude={"output_store"}),
     )
 
 
@@ -295,11 +302,3 @@ def _chat_template(path: str | None) -> str | None:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--chat-template: cannot read {path!r}: {error}") from error
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    import torch
-
-    return "cuda:0" if torch.cuda.is_available() else "cpu"

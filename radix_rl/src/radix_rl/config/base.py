@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _UNIT_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -17,6 +17,7 @@ class Section(BaseModel):
         extra="forbid",
         use_attribute_docstrings=True,
         coerce_numbers_to_str=True,
+        allow_inf_nan=False,
         protected_namespaces=(),
     )
 
@@ -34,6 +35,27 @@ def parse_bytes(value: Any) -> Any:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
 """A number of bytes; text with a unit is accepted."""
+
+
+TokenCount = Annotated[int, Field(le=(1 << 31) - 1)]
+"""A number of tokens, as large as positions can be."""
+
+Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+"""As large as every generator of random numbers takes."""
+
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
+
+
+def check_device(value: str) -> str:
+    """A name that torch can have a device of. Raises ValueError for another one; whether the machine has it
+    is seen when the run is launched."""
+    if _DEVICE.fullmatch(value) is None:
+        raise ValueError(f'expected a torch device such as "cpu" or "cuda:0", got {value!r}')
+    return value
+
+
+Device = Annotated[str, AfterValidator(check_device)]
+DeviceOrAuto = Annotated[str, AfterValidator(lambda value: value if value == "auto" else check_device(value))]
 
 
 def variant_by_type(default: str) -> Discriminator:

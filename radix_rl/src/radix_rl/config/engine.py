@@ -1,32 +1,58 @@
-"""`[engine]`: what generates the rollouts."""
+"""`[engine]`: what generates the rollouts. `radix-rl serve` makes its options of the same classes."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field, Tag, field_validator
 
-from radix_rl.config.base import Section, variant_by_type
+from radix_rl.config.base import DeviceOrAuto, Section, TokenCount, variant_by_type
+from radix_rl.config.urls import check_base_url
 
 
 class EmbeddedEngineConfig(Section):
-    """The engine of this package, in the trainer's process."""
+    """The engine of this package, in the trainer's process or behind `radix-rl serve`."""
 
     type: Literal["embedded"] = "embedded"
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of weights and activations; new weights are cast to it."""
-    device: str = "cpu"
-    """torch device, such as "cpu" or "cuda:0"."""
-    max_running_requests: int = Field(default=64, ge=1)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Of weights, activations and cache; new weights are cast to it. auto: what the checkpoint was saved
+    in."""
+    device: DeviceOrAuto = "auto"
+    """torch device, such as "cpu" or "cuda:0". auto: the first GPU, else the CPU."""
+    max_running_requests: int = Field(default=64, ge=1, le=1 << 16)
     """Requests that decode in one batch; others wait."""
-    kv_cache_tokens: int = Field(default=16384, ge=1)
-    """Tokens that the preallocated key-value cache holds, over all running requests."""
-    context_length: int | None = Field(default=None, ge=2)
-    """Prompt plus output tokens of one request. Unset: the model's own."""
-    prefix_cache_tokens: int = Field(default=0, ge=0)
-    """Tokens of prompts and answers kept for requests that begin with them: the samples of one prompt, the
-    turns of a session. 0: none."""
+    kv_cache_tokens: TokenCount = Field(default=65536, ge=16)
+    """Tokens that the preallocated key-value cache holds. Running requests share it in equal shares, each as
+    large as the largest request (prompt plus max_new_tokens) among them."""
+    context_length: TokenCount | None = Field(default=None, ge=2)
+    """Prompt plus output tokens of one request. Unset: the model's own, or kv_cache_tokens where that is
+    less."""
+    chunked_prefill_tokens: TokenCount = Field(default=2048, ge=16)
+    """Prompt tokens that go through the model in one step, beside one token of each request that decodes."""
+    prefix_cache_tokens: TokenCount = Field(default=0, ge=0)
+    """Tokens of prompts and answers kept for requests that begin with them, in memory of their own: the
+    samples of one prompt, the turns of a session. 0: none."""
+    experts_implementation: Literal["eager", "batched_mm", "grouped_mm"] | None = None
+    """How transformers multiplies by experts. Unset: by a function of the engine's own on a CPU, and by
+    transformers' choice elsewhere."""
+    bfloat16_products: Literal["auto", "native", "float32"] = "auto"
+    """How a CPU multiplies bfloat16 matrices. float32: through float32 copies of the weights, rounded
+    afterwards; several times faster on a CPU without bfloat16 instructions, where auto chooses it."""
 
 
-class RemoteEngineConfig(Section):
+class RemoteSettings(Section):
+    """How the client talks to one server."""
+
+    connect_timeout_s: float = Field(default=5.0, gt=0)
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Deadline of one request, retries included."""
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    """How long a server may take until it answers /health."""
+    num_layers: int | None = Field(default=None, ge=1)
+    """Layers of inline routed experts, for a server whose /model_info does not tell them."""
+    experts_per_token: int | None = Field(default=None, ge=1)
+    """Experts of a token in inline routed experts, for a server whose /model_info does not tell them."""
+
+
+class RemoteEngineConfig(RemoteSettings):
     """One or more running HTTP servers that speak SGLang's API."""
 
     type: Literal["remote"] = "remote"
@@ -36,11 +62,11 @@ class RemoteEngineConfig(Section):
     """Environment variable with the key for generation."""
     admin_api_key_env: str | None = None
     """Environment variable with the key for weight updates and other control routes."""
-    connect_timeout_s: float = Field(default=5.0, gt=0)
-    request_timeout_s: float = Field(default=600.0, gt=0)
-    """Deadline of one request, retries included."""
-    start_timeout_s: float = Field(default=300.0, gt=0)
-    """How long a server may take until it answers /health."""
+
+    @field_validator("urls")
+    @classmethod
+    def _are_base_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(check_base_url(url) for url in urls)
 
 
 EngineConfig = Annotated[

@@ -18,5 +18,12 @@ class OutputStoreConfig(Section):
     """The backend's own settings, passed on unchanged."""
     key_prefix: str | None = None
     """Prefix of this run's keys. Unset: made from the output directory's name and the start time."""
+    max_concurrent_puts: int = Field(default=4, ge=1, le=1024)
+    """Objects that the embedded engine writes at the same time."""
     read_buffer_bytes: Bytes = 256 << 20
     """Stored bytes that the trainer reads in one chunk."""
+
+    @property
+    def backend_config(self) -> dict[str, Any]:
+        """What the backend is created from: `config`, and `key_prefix` where it is set."""
+        return self.config if self.key_prefix is None else self.config | {"key_prefix": self.key_prefix}

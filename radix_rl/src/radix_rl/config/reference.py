@@ -52,9 +52,15 @@ def _type_name(field: FieldInfo) -> str:
         return "size"
     values = _values(field.annotation)
     bounds = [
-        _BOUNDS[type(bound).__name__](bound) for bound in field.metadata if type(bound).__name__ in _BOUNDS
+        _BOUNDS[type(bound).__name__](bound)
+        for bound in field.metadata
+        if type(bound).__name__ in _BOUNDS and getattr(bound, "le", 0) < _LARGEST_INT32
     ]
     return ", ".join([" or ".join(values), *bounds])
+
+
+_LARGEST_INT32 = (1 << 31) - 1
+"""Bounds that follow from a type's width tell a reader nothing."""
 
 
 _BOUNDS = {
@@ -66,6 +72,8 @@ _BOUNDS = {
 
 
 def _values(annotation: Any) -> list[str]:
+    if hasattr(annotation, "__metadata__"):
+        return _values(annotation.__origin__)
     arguments = get_args(annotation)
     origin = str(getattr(annotation, "__origin__", annotation))
     if "Literal" in origin:

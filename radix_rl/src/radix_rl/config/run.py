@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from radix_rl.config.algorithm import AlgorithmConfig
-from radix_rl.config.base import Section
+from radix_rl.config.base import Section, Seed
 from radix_rl.config.checkpoint import CheckpointConfig
 from radix_rl.config.engine import EmbeddedEngineConfig, EngineConfig
 from radix_rl.config.environment import EnvironmentConfig
@@ -25,7 +25,7 @@ class RunConfig(Section):
 
     output_dir: Path
     """Metrics, report and checkpoints go here."""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Of sampling, data order and anything else that is drawn."""
     model: ModelConfig
     engine: EngineConfig = EmbeddedEngineConfig()

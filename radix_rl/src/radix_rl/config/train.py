@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from radix_rl.config.base import Section
+from radix_rl.config.base import Device, Section
 
 
 class TrainConfig(Section):
@@ -20,11 +20,11 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the trainer's weights and activations. In bfloat16, updates below a weight's rounding (1 part in
     256) are lost."""
-    device: str = "cpu"
+    device: Device = "cpu"
     """torch device, such as "cpu" or "cuda"."""
-    num_ranks: int = Field(default=1, ge=1)
+    num_ranks: int = Field(default=1, ge=1, le=1024)
     """1: in this process. More: FSDP2 over that many processes."""
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of a rank. Unset: torch's choice."""
     gradient_checkpointing: bool = False
     replay_routed_experts: bool = True

@@ -58,11 +58,9 @@ def _device_faults(config: RunConfig) -> Iterator[str]:
     if config.engine.type == "embedded":
         devices["engine.device"] = config.engine.device
     for name, text in devices.items():
-        try:
-            device = torch.device(text)
-        except RuntimeError:
-            yield f'{name}: expected a torch device such as "cpu" or "cuda:0", got {text!r}'
+        if text == "auto":
             continue
+        device = torch.device(text)
         count = torch.cuda.device_count()
         if device.type == "cuda" and (device.index or 0) >= count:
             yield f'{name}: {text!r} is not on this machine, torch sees {count} CUDA device(s); use "cpu"'

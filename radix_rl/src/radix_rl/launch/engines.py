@@ -29,25 +29,16 @@ def engines_of(engine: Engine) -> Sequence[Engine]:
 
 
 def _embedded(config: RunConfig, settings: EmbeddedEngineConfig, run_store: RunStore | None) -> Engine:
-    from radix_rl.engines.embedded.config import EmbeddedEngineConfig as EngineSettings
-    from radix_rl.engines.embedded.config import OutputStoreTarget
+    from radix_rl.engines.embedded.config import EmbeddedEngineSetup
     from radix_rl.engines.embedded.engine import EmbeddedEngine
 
-    target = None
-    if run_store is not None:
-        target = OutputStoreTarget(backend=run_store.backend, config=run_store.config)
     return EmbeddedEngine(
-        EngineSettings(
+        EmbeddedEngineSetup(
+            **dict(settings),
             model_path=str(config.model.path),
-            dtype=settings.dtype,
-            device=settings.device,
-            max_running_requests=settings.max_running_requests,
-            kv_cache_tokens=settings.kv_cache_tokens,
-            context_length=settings.context_length,
-            prefix_cache_tokens=settings.prefix_cache_tokens,
             enable_return_routed_experts=config.train.replay_routed_experts,
             enable_return_indexer_topk=config.train.replay_indexer_topk,
-            output_store=target,
+            output_store=None if run_store is None else run_store.settings,
             num_threads=config.train.num_threads,
             seed=config.seed,
         )
@@ -55,18 +46,21 @@ def _embedded(config: RunConfig, settings: EmbeddedEngineConfig, run_store: RunS
 
 
 def _remotes(settings: RemoteEngineConfig, run_store: RunStore | None) -> list[Engine]:
-    from radix_rl.engines.remote.engine import RemoteEngine, RemoteSettings
+    from radix_rl.engines.remote.engine import RemoteEngine
 
-    remote = RemoteSettings(
-        api_key=_key("engine.api_key_env", settings.api_key_env),
-        admin_api_key=_key("engine.admin_api_key_env", settings.admin_api_key_env),
-        connect_timeout_s=settings.connect_timeout_s,
-        request_timeout_s=settings.request_timeout_s,
-        start_timeout_s=settings.start_timeout_s,
-    )
-    needed = run_store.backend if run_store is not None else None
-    store = run_store.store if run_store is not None else None
-    return [RemoteEngine(url, remote, needs_output_store=needed, store=store) for url in settings.urls]
+    api_key = _key("engine.api_key_env", settings.api_key_env)
+    admin_api_key = _key("engine.admin_api_key_env", settings.admin_api_key_env)
+    return [
+        RemoteEngine(
+            url,
+            settings,
+            api_key=api_key,
+            admin_api_key=admin_api_key,
+            needs_output_store=None if run_store is None else run_store.settings.backend,
+            store=None if run_store is None else run_store.store,
+        )
+        for url in settings.urls
+    ]
 
 
 def _key(setting: str, variable: str | None) -> str | None:

@@ -2,11 +2,11 @@
 
 import secrets
 import time
-from typing import Any
 
 import msgspec
 
 from radix_rl.config import RunConfig
+from radix_rl.config.output_store import OutputStoreConfig
 from radix_transfer_plugins import OutputStore, create_backend
 
 
@@ -14,9 +14,8 @@ class RunStore(msgspec.Struct, frozen=True, eq=False):
     """The trainer's client, and what an engine needs to write where this client reads. Owned by who opened
     it."""
 
-    backend: str
-    config: dict[str, Any]
-    """The backend's settings, key prefix included."""
+    settings: OutputStoreConfig
+    """The configured ones, with the key prefix that this run has."""
     store: OutputStore
 
     def objects_left(self) -> int:
@@ -33,14 +32,16 @@ def open_run_store(config: RunConfig) -> RunStore | None:
     settings = config.output_store
     if not settings.enabled or not config.replayed_outputs:
         return None
-    backend_config = dict(settings.config)
-    prefix = settings.key_prefix or backend_config.get("key_prefix")
+    prefix = settings.key_prefix or settings.config.get("key_prefix")
     if prefix is None and config.engine.type == "embedded":
         prefix = new_key_prefix(config.output_dir.name)
-    if prefix is not None:
-        backend_config["key_prefix"] = prefix
-    store = OutputStore(backend=create_backend(settings.backend, backend_config))
-    return RunStore(settings.backend, backend_config, store)
+    settings = settings.model_copy(update={"key_prefix": prefix})
+    return RunStore(settings, connect(settings))
+
+
+def connect(settings: OutputStoreConfig) -> OutputStore:
+    """A client of the configured store; the caller closes it. Raises as `open_run_store` does."""
+    return OutputStore(backend=create_backend(settings.backend, settings.backend_config))
 
 
 def new_key_prefix(run_name: str) -> str:

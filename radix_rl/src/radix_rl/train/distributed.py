@@ -28,8 +28,9 @@ from transformers import PreTrainedModel
 
 from radix_rl.addresses import bind_tcp
 from radix_rl.config import RunConfig
+from radix_rl.config.output_store import OutputStoreConfig
 from radix_rl.errors import ConfigurationError, RadixError, TrainingError
-from radix_rl.launch.store import RunStore
+from radix_rl.launch.store import RunStore, connect
 from radix_rl.model_layers import decoder_layers
 from radix_rl.observe.quiet import quiet_transformers
 from radix_rl.rollout.sample import decode_samples, encode_samples
@@ -38,7 +39,7 @@ from radix_rl.train.collectives import ProcessRanks
 from radix_rl.train.plan.share_out import assign_to_ranks
 from radix_rl.train.plan.step_plan import SampleTask
 from radix_rl.train.rank_trainer import RankTrainer, build_rank
-from radix_transfer_plugins import OutputStore, create_backend
+from radix_transfer_plugins import OutputStore
 
 _LOOPBACK = "127.0.0.1"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -55,8 +56,7 @@ class _ChildSetup:
     config: RunConfig
     rank: int
     port: int
-    store_backend: str | None
-    store_config: dict[str, Any]
+    store: OutputStoreConfig | None
     checkpoint: Path | None
 
 
@@ -85,8 +85,7 @@ class DistributedTrainer:
                     config,
                     rank,
                     rendezvous.port,
-                    None if run_store is None else run_store.backend,
-                    {} if run_store is None else run_store.config,
+                    None if run_store is None else run_store.settings,
                     checkpoint,
                 )
                 child = context.Process(
@@ -266,8 +265,8 @@ def _child_main(setup: _ChildSetup, pipe: Connection) -> None:
     try:
         rendezvous = TCPStore(_LOOPBACK, setup.port, setup.config.train.num_ranks, is_master=False)
         _join_group(setup.config, rendezvous, setup.rank)
-        if setup.store_backend is not None:
-            store = OutputStore(backend=create_backend(setup.store_backend, setup.store_config))
+        if setup.store is not None:
+            store = connect(setup.store)
         with quiet_transformers():
             rank = _build_sharded(setup.config, store, setup.checkpoint)
         pipe.send(None)

@@ -128,7 +128,7 @@ async def build_and_run(
                 seed=config.seed,
                 replay=config.replayed_outputs,
                 store=store,
-                store_backend=None if run_store is None else run_store.backend,
+                store_backend=None if run_store is None else run_store.settings.backend,
             ),
             trainer=trainer,
             synchronizer=build_synchronizer(config, engine),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from radix_rl.engines.embedded.config import EmbeddedEngineConfig
+from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.types import GenerateOutput, GenerateRequest
 
@@ -52,10 +52,10 @@ def qwen3_moe() -> PreTrainedModel:
 
 
 @pytest.fixture
-def settings() -> Callable[..., EmbeddedEngineConfig]:
+def settings() -> Callable[..., EmbeddedEngineSetup]:
     """An engine configuration small enough that scheduling limits are met often."""
 
-    def make(**changes: object) -> EmbeddedEngineConfig:
+    def make(**changes: object) -> EmbeddedEngineSetup:
         values: dict[str, object] = {
             "dtype": "float32",
             "kv_cache_tokens": 2048,
@@ -65,14 +65,14 @@ def settings() -> Callable[..., EmbeddedEngineConfig]:
             "enable_return_routed_experts": True,
             "num_threads": 1,
         }
-        return EmbeddedEngineConfig.model_validate(values | changes)
+        return EmbeddedEngineSetup.model_validate(values | changes)
 
     return make
 
 
 @pytest.fixture
 def engine_of(
-    settings: Callable[..., EmbeddedEngineConfig],
+    settings: Callable[..., EmbeddedEngineSetup],
 ) -> Callable[..., AbstractAsyncContextManager[EmbeddedEngine]]:
     """`async with engine_of(model, **settings) as engine`: a started engine on a copy of the model."""
 

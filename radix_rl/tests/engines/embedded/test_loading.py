@@ -52,7 +52,7 @@ async def test_a_folder_that_holds_no_whole_model_is_refused(qwen3_moe, settings
 
     qwen3_moe.save_pretrained(tmp_path)
     await refused("tokenizer_path: transformers cannot load", tokenizer_path=str(tmp_path / "absent"))
-    await refused("device: the model cannot be moved to 'abacus'", device="abacus")
+    await refused("device: the model cannot be moved to 'xpu'", device="xpu")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     await refused("model_path: transformers cannot load")
@@ -70,9 +70,9 @@ async def test_smollm2_answers_from_its_gguf_file_and_stops_at_a_string(request_
     assert spec is not None
     assert spec.origin is not None
     (file,) = Path(spec.origin).parent.glob("*.gguf")
-    from radix_rl.engines.embedded.config import EmbeddedEngineConfig
+    from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 
-    config = EmbeddedEngineConfig(
+    config = EmbeddedEngineSetup(
         model_path=str(file.parent), gguf_file=file.name, dtype="bfloat16", kv_cache_tokens=512, num_threads=1
     )
     engine = EmbeddedEngine(config)

@@ -20,7 +20,7 @@ from transformers import (
 
 from radix_rl.buckets.bucket import pack_buckets
 from radix_rl.engines.embedded.cache.freed_memory import give_back
-from radix_rl.engines.embedded.config import EmbeddedEngineConfig
+from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.engines.embedded.outputs import build_output
 from radix_rl.engines.embedded.schedule.sequence import Sequence
@@ -52,7 +52,7 @@ async def test_sleep_gives_the_process_s_memory_back_and_two_stages_take_it_agai
     buckets = [copy.deepcopy(bucket) for bucket in pack_buckets(model.named_parameters(), 16 * MB)]
     weight_bytes = sum(p.numel() * 4 for p in model.parameters())
     engine = EmbeddedEngine(
-        EmbeddedEngineConfig(dtype="float32", kv_cache_tokens=2048, prefix_cache_tokens=1024, num_threads=1),
+        EmbeddedEngineSetup(dtype="float32", kv_cache_tokens=2048, prefix_cache_tokens=1024, num_threads=1),
         model=model,
     )
     await engine.start()

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from radix_rl.config.output_store import OutputStoreConfig
 from radix_rl.engines.embedded import engine as engine_module
 from radix_rl.engines.embedded.build import build_writer
 from radix_rl.engines.embedded.capture.rows import RowCapture
-from radix_rl.engines.embedded.config import EmbeddedEngineConfig, OutputStoreTarget
+from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.errors import ConfigurationError
 from radix_transfer_plugins import OutputStore, StoreRef, TokenOutputStash, create_backend
@@ -148,7 +149,7 @@ async def test_a_start_that_is_cancelled_while_it_connects_closes_the_store(qwen
         return made[0]
 
     monkeypatch.setattr(engine_module, "build_writer", slowly)
-    engine = EmbeddedEngine(EmbeddedEngineConfig(output_store=OutputStoreTarget(**STORE)), model=qwen3_moe)
+    engine = EmbeddedEngine(EmbeddedEngineSetup(output_store=OutputStoreConfig(**STORE)), model=qwen3_moe)
     start = asyncio.create_task(engine.start())
     await asyncio.to_thread(connecting.wait, 10)
     start.cancel()

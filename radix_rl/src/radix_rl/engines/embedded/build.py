@@ -16,7 +16,7 @@ from radix_engine_plugins.codecs import (
 from radix_engine_plugins.writer import OutputStoreWriter
 from radix_rl.engines.base import EngineInfo
 from radix_rl.engines.embedded.cache.slots import STRIDE_MULTIPLE
-from radix_rl.engines.embedded.config import EmbeddedEngineConfig
+from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.core import EngineCore
 from radix_rl.engines.embedded.forward.model import load_model
 from radix_rl.engines.embedded.forward.runner import ModelRunner
@@ -28,7 +28,7 @@ from radix_transfer_plugins.codecs.base import Codec
 
 
 def build_core(
-    config: EmbeddedEngineConfig, model: PreTrainedModel | None, tokenizer: Any | None
+    config: EmbeddedEngineSetup, model: PreTrainedModel | None, tokenizer: Any | None
 ) -> EngineCore:
     """Load the model and allocate everything. Raises ConfigurationError."""
     loaded = load_model(config, model, tokenizer)
@@ -70,7 +70,7 @@ def build_core(
     )
 
 
-def _products(config: EmbeddedEngineConfig, model: PreTrainedModel) -> Float32Products | None:
+def _products(config: EmbeddedEngineSetup, model: PreTrainedModel) -> Float32Products | None:
     if model.dtype != torch.bfloat16 or model.device.type != "cpu":
         return None
     wanted = config.bfloat16_products
@@ -78,7 +78,7 @@ def _products(config: EmbeddedEngineConfig, model: PreTrainedModel) -> Float32Pr
     return Float32Products(model) if chosen else None
 
 
-def build_writer(config: EmbeddedEngineConfig, model: PreTrainedModel | None) -> OutputStoreWriter | None:
+def build_writer(config: EmbeddedEngineSetup, model: PreTrainedModel | None) -> OutputStoreWriter | None:
     """Connect to the configured store; None if there is none. Raises the store's errors.
 
     Codecs follow from the model's configuration: expert ids narrow to one or two bytes, indexer rows become
@@ -87,12 +87,12 @@ def build_writer(config: EmbeddedEngineConfig, model: PreTrainedModel | None) ->
     if config.output_store is None:
         return None
     codecs = _configured_codecs(config, model)
-    backend = create_backend(config.output_store.backend, config.output_store.config)
+    backend = create_backend(config.output_store.backend, config.output_store.backend_config)
     store = OutputStore(backend=backend, codecs=codecs)
     return OutputStoreWriter(store, max_concurrent_puts=config.output_store.max_concurrent_puts)
 
 
-def _configured_codecs(config: EmbeddedEngineConfig, model: PreTrainedModel | None) -> dict[str, Codec]:
+def _configured_codecs(config: EmbeddedEngineSetup, model: PreTrainedModel | None) -> dict[str, Codec]:
     if model is not None:
         model_config = model.config
     elif config.gguf_file is not None:
@@ -107,7 +107,7 @@ def _configured_codecs(config: EmbeddedEngineConfig, model: PreTrainedModel | No
     return store_codecs(model_config.get_text_config(decoder=True))
 
 
-def describe_model(config: EmbeddedEngineConfig, core: EngineCore) -> EngineInfo:
+def describe_model(config: EmbeddedEngineSetup, core: EngineCore) -> EngineInfo:
     loaded = core.runner.loaded
     return EngineInfo(
         model_path=config.model_path or type(loaded.model).__name__,

@@ -16,7 +16,7 @@ from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.concurrency import to_end
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
 from radix_rl.engines.embedded.build import build_core, build_writer, describe_model
-from radix_rl.engines.embedded.config import EmbeddedEngineConfig
+from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.core import EngineCore
 from radix_rl.engines.embedded.inbox import Inbox, Outcomes
 from radix_rl.engines.embedded.outbox import Outbox
@@ -45,7 +45,7 @@ class EmbeddedEngine(Engine):
 
     def __init__(
         self,
-        config: EmbeddedEngineConfig,
+        config: EmbeddedEngineSetup,
         *,
         model: PreTrainedModel | None = None,
         tokenizer: Any | None = None,

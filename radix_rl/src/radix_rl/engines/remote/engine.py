@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import httpx
-import msgspec
 
 from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.buckets.wire import encode_bucket
+from radix_rl.config.engine import RemoteSettings
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
 from radix_rl.engines.remote.api import TokenShapes, generate_body, parse_answer
 from radix_rl.engines.remote.client import PROBE, PROBE_TIMEOUT_S, HttpClient
@@ -35,20 +35,6 @@ LATE_ANSWER_TIMEOUT_S = 10.0
 """How long a cancelled request's answer is waited for, so that its stored object can be deleted."""
 
 
-class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    api_key: str | None = None
-    admin_api_key: str | None = None
-    """For control calls; without it they use `api_key`."""
-    connect_timeout_s: float = 5.0
-    request_timeout_s: float = 600.0
-    """Deadline of one generation, all tries together."""
-    start_timeout_s: float = 300.0
-    """How long a server may take until it answers /health."""
-    num_layers: int | None = None
-    """Shape of inline routed experts, for a server whose /model_info does not tell it."""
-    experts_per_token: int | None = None
-
-
 class RemoteEngine(Engine):
     """A client only: it neither starts nor ends the server. `capabilities` are known after `start`."""
 
@@ -57,21 +43,26 @@ class RemoteEngine(Engine):
         base_url: str,
         settings: RemoteSettings,
         *,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
         needs_output_store: str | None = None,
         store: OutputStore | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`needs_output_store`: backend name without which `start` refuses the server. `store` (not owned)
-        is the reader's client of it: objects of cancelled requests that were answered nevertheless are
-        deleted through it."""
+        """Connect to nothing yet.
+
+        `admin_api_key` is for control calls; without it they use `api_key`. `needs_output_store`: backend
+        name without which `start` refuses the server. `store` (not owned) is the reader's client of it:
+        objects of cancelled requests that were answered nevertheless are deleted through it.
+        """
         self._settings = settings
         self._needs_output_store = needs_output_store
         self._store = store
         self._retry = RetryPolicy(deadline_s=settings.request_timeout_s)
         self._http = HttpClient(
             base_url,
-            api_key=settings.api_key,
-            admin_api_key=settings.admin_api_key,
+            api_key=api_key,
+            admin_api_key=admin_api_key,
             connect_timeout_s=settings.connect_timeout_s,
             transport=transport,
         )

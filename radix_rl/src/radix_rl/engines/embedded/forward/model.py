@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from radix_rl.engines.embedded.cache.slots import STRIDE_MULTIPLE
-from radix_rl.engines.embedded.config import EmbeddedEngineConfig
+from radix_rl.engines.embedded.config import EmbeddedEngineSetup
+from radix_rl.engines.embedded.device import resolve_device
 from radix_rl.engines.embedded.forward.attention import ATTENTION_NAME, register_attention
 from radix_rl.engines.embedded.shortcuts.experts import use_sorted_experts
 from radix_rl.errors import ConfigurationError
@@ -31,7 +32,7 @@ class LoadedModel:
 
 
 def load_model(
-    config: EmbeddedEngineConfig, model: PreTrainedModel | None, tokenizer: Any | None
+    config: EmbeddedEngineSetup, model: PreTrainedModel | None, tokenizer: Any | None
 ) -> LoadedModel:
     """Raises ConfigurationError for a path that holds no model and for models that the engine cannot run."""
     if (model is None) == (config.model_path is None):
@@ -44,7 +45,7 @@ def load_model(
         tokenizer = tokenizer if tokenizer is not None else _tokenizer(config)
     elif config.dtype != "auto":
         _cast_parameters(model, getattr(torch, config.dtype))
-    _move(model, config.device)
+    _move(model, resolve_device(config.device))
     model.eval()
     model.requires_grad_(False)
     text_config = model.config.get_text_config(decoder=True)
@@ -82,11 +83,11 @@ def _cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _torch_dtype(config: EmbeddedEngineConfig) -> torch.dtype | None:
+def _torch_dtype(config: EmbeddedEngineSetup) -> torch.dtype | None:
     return None if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
-def _from_path(config: EmbeddedEngineConfig) -> PreTrainedModel:
+def _from_path(config: EmbeddedEngineSetup) -> PreTrainedModel:
     path = Path(str(config.model_path))
     expected = path / (config.gguf_file or "config.json")
     if not expected.is_file():
@@ -123,7 +124,7 @@ def load_checkpoint(path: Path, dtype: torch.dtype | None, **kwargs: Any) -> Pre
     return model
 
 
-def _tokenizer(config: EmbeddedEngineConfig) -> Any | None:
+def _tokenizer(config: EmbeddedEngineSetup) -> Any | None:
     path = Path(config.tokenizer_path or str(config.model_path))
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if (
@@ -177,7 +178,7 @@ def _end_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[i
     return frozenset(ids)
 
 
-def _context_length(config: EmbeddedEngineConfig, text_config: Any) -> int:
+def _context_length(config: EmbeddedEngineSetup, text_config: Any) -> int:
     own = getattr(text_config, "max_position_embeddings", None)
     limit = "the model's own"
     if counts_positions_in_cache(text_config) and (own is None or text_config.floor_scale <= own):
