@@ -11,12 +11,12 @@ from benchmarks.store.inputs import NUM_EXPERTS, routed_experts
 from benchmarks.timing import alternate, wall_seconds
 from radix_transfer_plugins import OutputStore, TokenOutputStash
 from radix_transfer_plugins.backends.mooncake import MooncakeBackend
+from radix_transfer_plugins.backends.mooncake.local import LocalMooncake
 from radix_transfer_plugins.backends.mooncake.stored import TRAILER_BYTES
 from radix_transfer_plugins.codecs.base import Codec
 from radix_transfer_plugins.codecs.narrow import NarrowCodec
 from radix_transfer_plugins.codecs.raw import RawCodec
 from radix_transfer_plugins.ref import StoreRef
-from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster
 
 NUM_OBJECTS = 32
 BUFFER_BYTES = 16 << 20
@@ -25,7 +25,7 @@ BUFFER_BYTES = 16 << 20
 def run() -> list[Result]:
     results = []
     for codec in (RawCodec(), NarrowCodec(NUM_EXPERTS)):
-        with MooncakeMaster(segment_bytes=320 << 20) as master:
+        with LocalMooncake(segment_bytes=320 << 20) as master:
             backend = MooncakeBackend.from_config(master.backend_config(local_buffer_size=BUFFER_BYTES))
             results += _measure(backend, codec)
             backend.close()

@@ -13,8 +13,8 @@ from benchmarks.result import Result, at_least, at_most, shown
 from benchmarks.store.inputs import NUM_EXPERTS, routed_experts
 from benchmarks.timing import cpu_seconds, median_ratio, take_turns
 from radix_transfer_plugins import OutputStore, StoreRef, TokenOutputStash, create_backend
+from radix_transfer_plugins.backends.mooncake.local import LocalMooncake
 from radix_transfer_plugins.codecs.narrow import NarrowCodec
-from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster
 
 REPETITIONS = 100
 
@@ -53,7 +53,7 @@ def run() -> list[Result]:
 
     codecs = {"routed_experts": NarrowCodec(NUM_EXPERTS)}
     with (
-        MooncakeMaster() as master,
+        LocalMooncake() as master,
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="radix-bench-") as space,
     ):
         stores = {

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.result import Result, at_most, shown
 from benchmarks.timing import cpu_seconds
 from radix_transfer_plugins import OutputStore, StoreRef, create_backend
-from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster
+from radix_transfer_plugins.backends.mooncake.local import LocalMooncake
 
 FEW, MANY = 100, 10_000
 ROUNDS_OF_FEW, ROUNDS_OF_MANY = 15, 3
@@ -22,7 +22,7 @@ class Small(msgspec.Struct):
 
 def run() -> list[Result]:
     with (
-        MooncakeMaster() as master,
+        LocalMooncake() as master,
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="radix-bench-") as space,
     ):
         assert master.segment_host is not None

@@ -20,9 +20,9 @@ from upcycle import upcycle
 
 from radix_rl.config import load_config
 from radix_rl.errors import ConfigurationError, RadixError
-from radix_rl.launch.mooncake import local_mooncake
 from radix_rl.observe.metrics import read_metrics
 from radix_rl.train.run import train
+from radix_transfer_plugins.backends.mooncake.local import LocalMooncake
 from radix_transfer_plugins.errors import OutputStoreError
 
 HERE = Path(__file__).parent
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
         forms = FORMS if options.form == "both" else (options.form,)
         for form in forms:
             prepare_model(form, options.runs)
-        with local_mooncake(options.runs / "mooncake.log") as store:
+        with LocalMooncake(1 << 30, log_path=options.runs / "mooncake.log") as local:
+            store = local.backend_config(local_buffer_size="64mb")
             for form in forms:
                 run_form(form, options.runs, store, [*data, *options.overrides])
     except (RadixError, OutputStoreError) as error:

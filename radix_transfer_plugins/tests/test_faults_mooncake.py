@@ -10,23 +10,23 @@ import pytest
 
 from radix_transfer_plugins import create_backend
 from radix_transfer_plugins.backends.base import Backend
+from radix_transfer_plugins.backends.mooncake.local import LocalMooncake, SegmentHost
 from radix_transfer_plugins.errors import ObjectLostError, StoreFullError, StoreUnavailableError
-from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster, SegmentHost
 
 SEGMENT_BYTES = 64 << 20
 Connect = Callable[..., Backend]
 
 
 @pytest.fixture
-def master() -> Iterator[MooncakeMaster]:
+def master() -> Iterator[LocalMooncake]:
     # A master that soon notices dead clients and soon gives up puts that were begun and not ended.
     flags = ("--client_ttl=2", "--put_start_discard_timeout_sec=2", "--put_start_release_timeout_sec=3")
-    with MooncakeMaster(SEGMENT_BYTES, flags=flags) as master:
+    with LocalMooncake(SEGMENT_BYTES, flags=flags) as master:
         yield master
 
 
 @pytest.fixture
-def connect(master: MooncakeMaster) -> Iterator[Connect]:
+def connect(master: LocalMooncake) -> Iterator[Connect]:
     backends: list[Backend] = []
 
     def open_one(**options: object) -> Backend:
@@ -60,7 +60,7 @@ def until_stored(backend: Backend, key: str, limit_s: float = 30.0) -> None:
         assert bytes(lease.views[0]) == b"after"
 
 
-def run_writer(master: MooncakeMaster, code: str) -> subprocess.Popen[str]:
+def run_writer(master: LocalMooncake, code: str) -> subprocess.Popen[str]:
     """A process of its own, with `backend` connected; it prints what it reached."""
     script = (
         "import os, signal, sys, threading, time\n"
@@ -90,7 +90,7 @@ KILLED_PUTS = {
 
 @pytest.mark.parametrize("stage", KILLED_PUTS)
 def test_a_writer_killed_at_any_stage_leaves_whole_objects_or_none_and_blocks_nothing(
-    stage: str, master: MooncakeMaster, connect: Connect
+    stage: str, master: LocalMooncake, connect: Connect
 ) -> None:
     backend = connect(wait_s=10)
     writer = run_writer(master, KILLED_PUTS[stage])
@@ -110,7 +110,7 @@ def test_a_writer_killed_at_any_stage_leaves_whole_objects_or_none_and_blocks_no
 
 
 def test_a_reader_killed_with_views_does_not_prevent_deletion(
-    master: MooncakeMaster, connect: Connect
+    master: LocalMooncake, connect: Connect
 ) -> None:
     backend = connect()
     backend.put_batch([("a", bytes(8 << 20))])
@@ -126,7 +126,7 @@ def test_a_reader_killed_with_views_does_not_prevent_deletion(
 
 
 def test_a_killed_segment_host_is_a_typed_error_and_a_new_one_takes_over(
-    master: MooncakeMaster, connect: Connect
+    master: LocalMooncake, connect: Connect
 ) -> None:
     backend = connect(wait_s=0.5)
     backend.put_batch([("a", bytes(1 << 20)), ("b", b"x")])
@@ -145,7 +145,7 @@ def test_a_killed_segment_host_is_a_typed_error_and_a_new_one_takes_over(
 
 
 def test_a_killed_master_is_a_typed_error_and_a_new_one_takes_over(
-    master: MooncakeMaster, connect: Connect
+    master: LocalMooncake, connect: Connect
 ) -> None:
     backend = connect(wait_s=0.5)
     backend.put_batch([("a", bytes(1 << 20))])

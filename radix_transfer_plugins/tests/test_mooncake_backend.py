@@ -17,6 +17,7 @@ import pytest
 
 from radix_transfer_plugins import OutputStore, create_backend
 from radix_transfer_plugins.backends.mooncake import MooncakeBackend, MooncakeConfig
+from radix_transfer_plugins.backends.mooncake.local import LocalMooncake
 from radix_transfer_plugins.backends.mooncake.stored import TRAILER_BYTES, Trailer, original_key, stored_key
 from radix_transfer_plugins.errors import (
     ConfigError,
@@ -27,20 +28,19 @@ from radix_transfer_plugins.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster
 
 Connect = Callable[..., MooncakeBackend]
 MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def master() -> Iterator[MooncakeMaster]:
-    with MooncakeMaster(segment_bytes=192 * MIB) as master:
+def master() -> Iterator[LocalMooncake]:
+    with LocalMooncake(segment_bytes=192 * MIB) as master:
         yield master
 
 
 @pytest.fixture
-def connect(master: MooncakeMaster) -> Iterator[Connect]:
+def connect(master: LocalMooncake) -> Iterator[Connect]:
     backends: list[MooncakeBackend] = []
 
     def open_one(**options: object) -> MooncakeBackend:
@@ -112,7 +112,7 @@ def test_a_master_that_is_not_there_is_said_within_5_seconds() -> None:
     assert time.monotonic() - began < 5
 
 
-def test_a_server_that_is_no_master_is_said_within_5_seconds(master: MooncakeMaster) -> None:
+def test_a_server_that_is_no_master_is_said_within_5_seconds(master: LocalMooncake) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from radix_transfer_plugins import OutputStore, StoreRef, TokenOutputStash, create_backend
-from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster
+from radix_transfer_plugins.backends.mooncake.local import LocalMooncake
 
 _LAYERS, _TOP_K, _EXPERTS = 3, 2, 8
 
@@ -57,7 +57,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mooncake_master():
-    with MooncakeMaster(segment_bytes=64 << 20) as master:
+    with LocalMooncake(segment_bytes=64 << 20) as master:
         yield master
 
 

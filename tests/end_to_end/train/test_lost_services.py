@@ -11,8 +11,8 @@ from radix_rl.errors import EngineError
 from radix_rl.launch.store import open_run_store
 from radix_rl.train import rank_trainer as rank
 from radix_rl.train.run import train
+from radix_transfer_plugins.backends.mooncake.local import LocalMooncake
 from radix_transfer_plugins.errors import StoreUnavailableError
-from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster
 
 MAX_SECONDS = 60
 """From the death to the end of the run, on a busy machine; without a bound it would be for ever."""
@@ -21,7 +21,7 @@ MAX_SECONDS = 60
 @pytest.fixture
 def store_run(make_config):
     """A master, a configuration of three steps through it, and a function that kills it and tells when."""
-    with MooncakeMaster(segment_bytes=64 << 20) as master:
+    with LocalMooncake(segment_bytes=64 << 20) as master:
         config = make_config(
             output_store={"backend": "mooncake", "config": master.backend_config()}, train={"steps": 3}
         )

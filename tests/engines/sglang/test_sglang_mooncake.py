@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster
+from radix_transfer_plugins.backends.mooncake.local import LocalMooncake
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -25,14 +25,14 @@ PREFIX = "run-2/outputs"
 
 
 @pytest.fixture(scope="module")
-def master() -> Iterator[MooncakeMaster]:
+def master() -> Iterator[LocalMooncake]:
     """With a process that lends memory, so that servers and readers are clients only."""
-    with MooncakeMaster() as master:
+    with LocalMooncake() as master:
         yield master
 
 
 @pytest.fixture(scope="module")
-def store_config(master: MooncakeMaster) -> dict[str, Any]:
+def store_config(master: LocalMooncake) -> dict[str, Any]:
     return master.backend_config(key_prefix=PREFIX)
 
 
@@ -105,7 +105,7 @@ def test_every_worker_says_that_the_store_is_on(workers: Any) -> None:
 
 
 def test_store_that_went_down_fails_requests_and_the_server_goes_on(
-    workers: Any, master: MooncakeMaster
+    workers: Any, master: LocalMooncake
 ) -> None:
     """Last in this file."""
     master.kill()

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from radix_transfer_plugins.testing.mooncake_master import MooncakeMaster
+from radix_transfer_plugins.backends.mooncake.local import LocalMooncake
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -28,9 +28,9 @@ BODY = {
 
 
 @pytest.fixture(scope="module")
-def master() -> Iterator[MooncakeMaster]:
+def master() -> Iterator[LocalMooncake]:
     """With a process that lends memory, so that servers and readers are clients only."""
-    with MooncakeMaster() as master:
+    with LocalMooncake() as master:
         yield master
 
 
@@ -39,7 +39,7 @@ def on_mooncake(
     start_vllm: Callable[..., Any],
     tiny_moe_dense_first: Path,
     store_flags: Callable[..., list[str]],
-    master: MooncakeMaster,
+    master: LocalMooncake,
 ) -> Iterator[Any]:
     flags = store_flags("mooncake", master.backend_config(key_prefix="run-3/outputs"))
     flags += ["--enable-return-routed-experts", "--api-server-count", "2", "--tensor-parallel-size", "2"]
@@ -51,7 +51,7 @@ def on_mooncake(
 
 
 def test_every_api_server_stores_what_a_full_forward_gives(
-    on_mooncake: Any, master: MooncakeMaster, open_reader: Callable[..., Any], experts: Callable[..., Any]
+    on_mooncake: Any, master: LocalMooncake, open_reader: Callable[..., Any], experts: Callable[..., Any]
 ) -> None:
     """A key's first part names the client that wrote it. The kernel picks the server of a connection."""
     reader = open_reader("mooncake", master.backend_config(key_prefix="run-3/outputs"))
@@ -85,7 +85,7 @@ def test_every_api_server_says_that_the_store_is_on(on_mooncake: Any) -> None:
 
 
 def test_store_that_went_down_fails_requests_and_the_server_goes_on(
-    on_mooncake: Any, master: MooncakeMaster
+    on_mooncake: Any, master: LocalMooncake
 ) -> None:
     """Last in this file."""
     master.kill()
