@@ -117,6 +117,14 @@ def test_a_full_disk_is_one_warning_a_tracker_and_ends_nothing(configure, file_s
     assert sorted(warned) == ["JsonLinesTracker", "TensorboardTracker"]
 
 
+def test_metrics_that_cannot_be_opened_name_their_file(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(
+        ConfigurationError, match=r"output_dir: cannot write .*metrics\.jsonl': Is a directory"
+    ):
+        JsonLinesTracker(tmp_path / "metrics.jsonl")
+
+
 def test_every_tracker_that_can_be_configured_is_registered():
     sections = get_args(get_args(TrackerConfig)[0])
     assert {section.model_fields["type"].default for section in sections} == set(TRACKERS)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from radix_rl.errors import ConfigurationError
 from radix_rl.observe.trackers.base import Tracker
 
 logger = logging.getLogger(__name__)
@@ -21,10 +22,16 @@ class JsonLinesTracker(Tracker):
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(path)
-        # Unbuffered: a line that failed must not wait in a buffer for the next one.
-        self._file = path.open("ab", buffering=0)
+        """Open `path` to append. Raises ConfigurationError if it cannot be written."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_torn_line(path)
+            # Unbuffered: a line that failed must not wait in a buffer for the next one.
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise ConfigurationError(
+                f"output_dir: cannot write {str(path)!r}: {error.strerror}; name another directory"
+            ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         odd = [name for name, value in metrics.items() if not math.isfinite(value)]
