@@ -8,12 +8,15 @@ import torch
 
 from radix_rl.addresses import host_and_port
 from radix_rl.config.engine import RemoteSettings
+from radix_rl.engines.remote import engine as engine_module
 from radix_rl.engines.remote.engine import RemoteEngine
 from radix_rl.engines.remote.liveness import LivenessWatch
+from radix_rl.engines.remote.retry import RetryPolicy
 from radix_rl.errors import (
     ConfigurationError,
     EngineDeadError,
     EngineError,
+    EngineStateError,
     RequestError,
 )
 from radix_rl.rollout.replay_index import ReplayIndex
@@ -39,12 +42,14 @@ async def connect(memory_store):
         needs: str | None = "memory",
         api_key: str | None = None,
         admin_api_key: str | None = None,
+        takes_over: bool = False,
         **settings,
     ) -> RemoteEngine:
         engine = RemoteEngine(
             url,
             RemoteSettings(**settings),
             api_key=api_key,
+            takes_over=takes_over,
             admin_api_key=admin_api_key,
             needs_output_store=needs,
             store=store,
@@ -314,3 +319,61 @@ async def test_a_server_that_fails_keeps_the_whole_fleet_at_the_old_version(serv
     for server in servers:
         assert server.engine.version == "0"
         assert server.engine.calls == [("pause", "in_place"), ("begin", "1"), "abort_update", "resume"]
+
+
+async def test_a_run_that_starts_ends_what_a_killed_one_left(serve, connect, request_for):
+    server = await serve()
+    killed = await connect(server.url)
+    await killed.pause()
+    await killed.begin_weight_update("7")
+
+    reader = await connect(server.url)
+    with pytest.raises(EngineStateError, match="weight update of"):
+        await reader.pause()
+    run = await connect(server.url, takes_over=True)
+
+    assert (await run.generate(request_for())).output_ids == (5, 6, 7)
+    await WeightSynchronizer([run], HttpTransport(), bucket_bytes=64).sync(1, [("w", torch.ones(3))])
+    assert (await run.info()).weight_version == "1"
+    with pytest.raises(EngineStateError):
+        await killed.commit_weight_update("7")
+    assert (await run.info()).weight_version == "1"
+
+
+async def test_a_server_is_continued_although_it_fails_at_first(serve, connect, request_for, monkeypatch):
+    server = await serve()
+    engine = await connect(server.url)
+    failures = [EngineError("busy"), EngineError("busy")]
+    resume = server.engine.resume
+
+    async def failing():
+        if failures:
+            raise failures.pop()
+        await resume()
+
+    monkeypatch.setattr(server.engine, "resume", failing)
+    await WeightSynchronizer([engine], HttpTransport(), bucket_bytes=64).sync(1, [("w", torch.ones(3))])
+
+    assert failures == []
+    assert (await engine.generate(request_for())).output_ids == (5, 6, 7)
+
+
+async def test_a_server_that_stays_paused_is_an_error_of_the_sync_and_can_be_resumed_later(
+    serve, connect, request_for, monkeypatch
+):
+    server = await serve()
+    engine = await connect(server.url)
+
+    async def failing():
+        raise EngineError("stuck")
+
+    monkeypatch.setattr(engine_module, "_CONTINUE", RetryPolicy(max_tries=2, deadline_s=5))
+    synchronizer = WeightSynchronizer([engine], HttpTransport(), bucket_bytes=64)
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "resume", failing)
+        with pytest.raises(EngineError, match="version 1 is in force, but RemoteEngine could not be resumed"):
+            await synchronizer.sync(1, [("w", torch.ones(3))])
+    assert synchronizer.version == 1
+    await engine.resume()
+    await synchronizer.sync(2, [("w", torch.ones(3))])
+    assert (await engine.generate(request_for())).output_ids == (5, 6, 7)

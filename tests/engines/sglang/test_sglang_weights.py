@@ -123,6 +123,31 @@ async def test_request_waits_for_a_paused_sglang(
     assert len((await waiting).output_ids) == NUM_OUTPUTS
 
 
+async def test_a_run_that_starts_ends_what_a_killed_one_left(
+    engine: RemoteEngine, server: Any, tiny_moe: Path, tmp_path: Path
+) -> None:
+    """A paused SGLang is not healthy, and a session that is open refuses another."""
+    await engine.pause("in_place")
+    await engine._http.post("/begin_weight_update", {}, admin=True)
+
+    run = RemoteEngine(server.url, RemoteSettings(start_timeout_s=60), takes_over=True)
+    try:
+        await run.start()
+        settings = WeightsConfig(transport="broadcast", timeout_s=120)
+        synchronizer = WeightSynchronizer(
+            [run],
+            create_transport(settings, directory=tmp_path, model_path=tiny_moe),
+            bucket_bytes=1 << 16,
+            checkpoint_names=CheckpointNames(tiny_moe),
+        )
+        model = trained(tiny_moe, 31)
+        await synchronizer.sync(31, model.named_parameters())
+        assert_same(await answer_of(run, "after"), model)
+        await synchronizer.close()
+    finally:
+        await run.close()
+
+
 async def test_weights_in_request_bodies_are_refused_for_sglang(
     engine: RemoteEngine, synchronizer: Callable[[str], WeightSynchronizer]
 ) -> None:

@@ -19,6 +19,8 @@ import torch
 
 from radix_rl.buckets.bucket import TensorSpec, WeightBucket
 
+OWNER_HEADER = "X-Radix-Update-Owner"
+"""A client's name for itself in control calls: whose pause and weight update they belong to."""
 CONTENT_TYPE = "application/x-radix-weight-bucket"
 
 _MAGIC = b"RXWB"

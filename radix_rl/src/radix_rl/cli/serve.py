@@ -126,6 +126,15 @@ def serve(
             rich_help_panel=_MODEL,
         ),
     ] = 300.0,
+    pause_lease_seconds: Annotated[
+        float,
+        typer.Option(
+            help="How long a pause, or a begun weight update, lasts without a call of the client that made "
+            "it; then generation continues. Longer than a trainer's longest work within an update, such as "
+            "writing a checkpoint.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = 600.0,
     drain_seconds: Annotated[
         float, typer.Option(help="How long running requests may end after SIGTERM.", rich_help_panel=_MODEL)
     ] = 30.0,
@@ -166,10 +175,17 @@ def serve(
         raise ConfigurationError(
             f"--weight-update-timeout-seconds: expected more than 0, got {weight_update_timeout_seconds!r}"
         )
+    if not 0 < pause_lease_seconds < math.inf:
+        raise ConfigurationError(f"--pause-lease-seconds: expected more than 0, got {pause_lease_seconds!r}")
     setup = _with_device(setup)
     template = _chat_template(chat_template)
     answers = _server_settings(
-        setup, served_model_name or folder, api_key, admin_api_key, weight_update_timeout_seconds
+        setup,
+        served_model_name or folder,
+        api_key,
+        admin_api_key,
+        weight_update_timeout_seconds,
+        pause_lease_seconds,
     )
     asyncio.run(_serve(setup, answers, host, port, template, drain_seconds))
 
@@ -278,6 +294,7 @@ def _server_settings(
     api_key: str | None,
     admin_api_key: str | None,
     weight_update_timeout_s: float,
+    pause_lease_s: float,
 ) -> "ServerSettings":
     from radix_rl.server.settings import ServerSettings
 
@@ -289,6 +306,7 @@ def _server_settings(
         output_store_backend=setup.output_store.backend if setup.output_store else None,
         device=setup.device,
         weight_update_timeout_s=weight_update_timeout_s,
+        pause_lease_s=pause_lease_s,
         api_key=api_key,
         admin_api_key=admin_api_key,
         launch_arguments=setup.model_dump(mode="json", exclude={"output_store"}),

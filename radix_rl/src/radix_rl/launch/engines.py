@@ -56,6 +56,7 @@ def _remotes(settings: RemoteEngineConfig, run_store: RunStore | None) -> list[E
             settings,
             api_key=api_key,
             admin_api_key=admin_api_key,
+            takes_over=True,
             needs_output_store=None if run_store is None else run_store.settings.backend,
             store=None if run_store is None else run_store.store,
         )

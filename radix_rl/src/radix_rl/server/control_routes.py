@@ -11,7 +11,7 @@ from radix_rl.engines.base import MemoryTag, PauseMode
 from radix_rl.errors import RequestError
 from radix_rl.server.http import json_response, read_body
 from radix_rl.server.state import state_of
-from radix_rl.server.weights.state import weights_of
+from radix_rl.server.weights.state import lease_call, weights_of
 
 router = APIRouter()
 
@@ -32,6 +32,9 @@ class PauseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ContinueBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    take_over: bool = False
+    """Continue whoever paused, and drop the weight update that is open: for a run that starts after one that
+    was killed, and for operators."""
     torch_empty_cache: bool = True
     """Accepted from SGLang clients; there is nothing to empty here."""
 
@@ -60,14 +63,24 @@ async def abort_request(request: Request) -> Response:
 @router.post("/pause_generation")
 async def pause_generation(request: Request) -> Response:
     body = await read_body(request, PauseBody)
-    await state_of(request).engine.pause(body.mode)
+    with lease_call(request):
+        await state_of(request).engine.pause(body.mode)
+        weights_of(request).is_paused = True
     return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
 
 @router.post("/continue_generation")
 async def continue_generation(request: Request) -> Response:
-    await read_body(request, ContinueBody)
-    await state_of(request).engine.resume()
+    body = await read_body(request, ContinueBody)
+    weights = weights_of(request)
+    if body.take_over:
+        weights.lease.give_up()
+        with lease_call(request):
+            await weights.end_pause()
+    else:
+        with lease_call(request):
+            await state_of(request).engine.resume()
+            weights.is_paused = False
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 

@@ -92,6 +92,7 @@ async def server_info(request: Request) -> Response:
             "capabilities": msgspec.to_builtins(state.engine.capabilities),
             "num_running_requests": len(state.running),
             "weight_update_groups": weights_of(request).groups.names(),
+            "weight_update_lease": weights_of(request).lease.describe(),
         }
     )
 

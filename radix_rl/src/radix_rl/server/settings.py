@@ -16,6 +16,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The engine's, where weights that come over nccl are received."""
     weight_update_timeout_s: float = 300.0
     """How long joining a process group, one broadcast in it, and the body with a bucket, may take."""
+    pause_lease_s: float = 600.0
+    """How long a pause, or a begun weight update, lasts without a call of the client that made it."""
     api_key: str | None = None
     admin_api_key: str | None = None
     """Keys are compared in constant time and never printed or returned."""

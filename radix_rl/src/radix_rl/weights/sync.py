@@ -10,7 +10,7 @@ from radix_rl.buckets.bucket import WeightBucket, pack_buckets
 from radix_rl.concurrency import to_end
 from radix_rl.engines.base import Engine
 from radix_rl.engines.fleet import on_all, outcomes_of
-from radix_rl.errors import ConfigurationError, WeightUpdateError
+from radix_rl.errors import ConfigurationError, EngineError, WeightUpdateError
 from radix_rl.openmp_pool import pool_ended_after
 from radix_rl.weights.transports.base import WeightTransport
 
@@ -57,7 +57,8 @@ class WeightSynchronizer:
         """Put a version, higher than the last, in force on every engine; timings and sizes as metrics.
 
         `named_tensors` is consumed bucket by bucket. Raises WeightUpdateError, which says what is in force,
-        and EngineError. The engines go on generating afterwards in either case.
+        and EngineError. The engines go on generating afterwards in either case, except those that an
+        EngineError says could not be resumed.
         """
         if self._version is not None and version <= self._version:
             raise WeightUpdateError(f"weight version: expected more than {self._version}, got {version!r}")
@@ -66,14 +67,27 @@ class WeightSynchronizer:
             await on_all(self._engines, lambda engine: engine.pause("in_place"))
             paused = time.perf_counter()
             metrics = await self._update(str(version), named_tensors)
-        finally:
+        except BaseException:
             # An engine that failed to pause ignores it; one that died must not keep the others paused.
-            await _clean_up(self._engines, "resume", lambda engine: engine.resume())
+            await to_end(_clean_up(self._engines, "resume", lambda engine: engine.resume()))
+            raise
         self._version = version
+        await to_end(self._resume(version))
         return metrics | {
             "weights/pause_s": paused - started,
             "weights/sync_s": time.perf_counter() - started,
         }
+
+    async def _resume(self, version: int) -> None:
+        """Let every engine go on. Raises EngineError for one that may have stayed paused."""
+        for engine, error in zip(
+            self._engines, await outcomes_of(self._engines, lambda engine: engine.resume()), strict=True
+        ):
+            if error is not None:
+                raise EngineError(
+                    f"weight version {version} is in force, but {type(engine).__name__} could not be resumed "
+                    f"and may hold its requests: {error}"
+                ) from error
 
     async def _update(
         self, version: str, named_tensors: Iterable[tuple[str, torch.Tensor]]

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from radix_rl.buckets.wire import OWNER_HEADER
 from radix_rl.engines.remote.liveness import LivenessWatch
 from radix_rl.engines.remote.retry import RetryPolicy, with_retries
 from radix_rl.errors import ConfigurationError, EngineDeadError, EngineError, EngineStateError, RequestError
@@ -32,11 +33,14 @@ class HttpClient:
         admin_api_key: str | None = None,
         connect_timeout_s: float = 5.0,
         retry: RetryPolicy | None = None,
+        owner: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`admin_api_key` goes with control calls, `api_key` with all others (and with control calls if it
-        is the only one). `transport` replaces the network."""
+        is the only one). `owner`: whose pauses and weight updates those of these calls are, for our server.
+        `transport` replaces the network."""
         self.base_url = base_url.rstrip("/")
+        self._owner = owner
         self._keys = {False: api_key, True: admin_api_key or api_key}
         self._retry = retry or RetryPolicy()
         self.watch = LivenessWatch(self._require_answer)
@@ -88,6 +92,8 @@ class HttpClient:
     async def _once(
         self, method: str, path: str, content: bytes | None, headers: dict[str, str], *, admin: bool
     ) -> Any:
+        if admin and self._owner is not None:
+            headers = headers | {OWNER_HEADER: self._owner}
         if key := self._keys[admin]:
             headers = headers | {"Authorization": f"Bearer {key}"}
         try:

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import socket
 import uuid
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -31,6 +33,8 @@ from radix_transfer_plugins.responses import find_refs
 
 logger = logging.getLogger(__name__)
 
+_CONTINUE = RetryPolicy(max_tries=8, deadline_s=30.0)
+"""A server that is left paused answers nobody."""
 LATE_ANSWER_TIMEOUT_S = 10.0
 """How long a cancelled request's answer is waited for, so that its stored object can be deleted."""
 
@@ -45,17 +49,21 @@ class RemoteEngine(Engine):
         *,
         api_key: str | None = None,
         admin_api_key: str | None = None,
+        takes_over: bool = False,
         needs_output_store: str | None = None,
         store: OutputStore | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Connect to nothing yet.
 
-        `admin_api_key` is for control calls; without it they use `api_key`. `needs_output_store`: backend
+        `admin_api_key` is for control calls; without it they use `api_key`. `takes_over` is for the one
+        trainer of a server: `start` ends the pause and the weight update that a trainer before it left.
+        `needs_output_store`: backend
         name without which `start` refuses the server. `store` (not owned) is the reader's client of it:
         objects of cancelled requests that were answered nevertheless are deleted through it.
         """
         self._settings = settings
+        self._takes_over = takes_over
         self._needs_output_store = needs_output_store
         self._store = store
         self._retry = RetryPolicy(deadline_s=settings.request_timeout_s)
@@ -64,6 +72,7 @@ class RemoteEngine(Engine):
             api_key=api_key,
             admin_api_key=admin_api_key,
             connect_timeout_s=settings.connect_timeout_s,
+            owner=f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}",
             transport=transport,
         )
         self._capabilities: EngineCapabilities | None = None
@@ -93,6 +102,10 @@ class RemoteEngine(Engine):
         """Connect. Raises EngineDeadError if the server is not healthy in time, ConfigurationError if it
         lacks the store."""
         patience = RetryPolicy(max_tries=1 << 30, deadline_s=self._settings.start_timeout_s)
+        if self._takes_over:
+            # First: a paused SGLang is not healthy.
+            server = await self._http.get("/server_info", patience)
+            await RemoteWeights(self._http, server).take_over()
         await self._http.get("/health", patience)
         server = await self._http.get("/server_info")
         if not isinstance(server, dict):
@@ -171,9 +184,19 @@ class RemoteEngine(Engine):
             raise
 
     async def resume(self) -> None:
-        if self._is_paused:
-            await self._http.post("/continue_generation", admin=True)
+        if not self._is_paused:
+            return
+        try:
+            await self._post_again("/continue_generation")
+        except EngineStateError:
+            # Another client has taken the server over: the pause is not ours any more.
             self._is_paused = False
+            raise
+        self._is_paused = False
+
+    async def _post_again(self, path: str) -> None:
+        """A control call that is the same once and many times. A server may close connections after a 500."""
+        await with_retries(_CONTINUE, f"{self.base_url}{path}", lambda: self._http.post(path, admin=True))
 
     async def sleep(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None:
         await self._http.post("/release_memory_occupation", {"tags": list(tags)}, admin=True)

@@ -5,6 +5,7 @@ SGLang loads tensors into the weights in force as they come; when such an update
 there until the next one is whole, which this client sees to.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,16 @@ class RemoteWeights:
             await self._post("/abort_weight_update", {})
         else:
             await self._end_session()
+
+    async def take_over(self) -> None:
+        """End the pause and the update that another client has left behind; nothing if there is none."""
+        if self.is_ours:
+            await self._post("/continue_generation", {"take_over": True})
+            return
+        await self._post("/continue_generation", {})
+        with contextlib.suppress(WeightUpdateError):
+            # Refused where no session is open; what one has mixed up, the next whole update mends.
+            await self._post("/end_weight_update", {})
 
     # Ways to send tensors
 

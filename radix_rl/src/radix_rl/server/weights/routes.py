@@ -6,11 +6,11 @@ an update of their own, with the whole model in one call.
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -34,11 +34,17 @@ from radix_rl.server.weights.bodies import (
     TensorsBody,
     VersionBody,
 )
-from radix_rl.server.weights.state import weights_of
+from radix_rl.server.weights.state import lease_call, weights_of
 from radix_rl.server.weights.update import WeightUpdate
 from radix_rl.weights.release import released
 
-router = APIRouter()
+
+async def _leased(request: Request) -> AsyncIterator[None]:
+    with lease_call(request):
+        yield
+
+
+router = APIRouter(dependencies=[Depends(_leased)])
 
 _DISK_BUCKET_BYTES = 256 << 20
 
@@ -214,6 +220,7 @@ async def update_weights_from_disk(request: Request) -> Response:
             version, abort_requests=body.abort_all_requests, keep_pause=body.keep_pause
         ) as number:
             await _add_all(update, buckets, number)
+        weights_of(request).is_paused |= body.keep_pause
     return _success(f"version {version} loaded from {body.model_path}", num_paused_requests=0)
 
 
