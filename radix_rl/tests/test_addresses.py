@@ -33,6 +33,11 @@ def test_a_port_that_is_taken_is_the_error_of_the_system() -> None:
             bind_tcp("127.0.0.1", taken.getsockname()[1])
 
 
+def test_a_port_out_of_range_is_refused_and_not_cut() -> None:
+    with pytest.raises(OverflowError):
+        bind_tcp("127.0.0.1", 99999)
+
+
 def test_a_name_that_nobody_has_is_the_error_of_the_system() -> None:
     with pytest.raises(socket.gaierror):
         bind_tcp("no-such-host.invalid", 0)

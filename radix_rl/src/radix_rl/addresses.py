@@ -15,14 +15,15 @@ def bind_tcp(host: str, port: int) -> socket.socket:
     Port 0 lets the system choose. Raises OSError, and OverflowError for a port that is out of range.
     """
     first_error: OSError | None = None
+    # Without the port, of which it would take the lower 16 bits.
     for family, kind, protocol, _, address in socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     ):
         sock = socket.socket(family, kind, protocol)
         # Connections of a listener before this one may still wait for their end.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            sock.bind(address)
+            sock.bind((address[0], port, *address[2:]))
         except OSError as error:
             sock.close()
             first_error = first_error or error

@@ -136,6 +136,8 @@ def test_keys_never_reach_what_server_info_tells():
     from radix_rl.cli.serve import _server_settings
     from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 
-    settings = _server_settings(EmbeddedEngineSetup(model_path="/m"), "m", "secret-1", "secret-2", 300.0)
+    settings = _server_settings(
+        EmbeddedEngineSetup(model_path="/m"), "m", "secret-1", "secret-2", 300.0, 600.0
+    )
 
     assert "secret" not in str(settings.launch_arguments)
