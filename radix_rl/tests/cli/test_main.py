@@ -52,6 +52,15 @@ def test_a_mistake_in_the_configuration_is_one_message_without_a_traceback(confi
     assert "Traceback" not in result.stderr
 
 
+def test_a_mistake_in_the_configuration_is_told_before_a_model_library_is_loaded(config):
+    code = (
+        "import sys; from radix_rl.cli.main import app; from radix_rl.errors import ConfigurationError\n"
+        f"try: app(['train', {str(config)!r}, 'train.stepps=4'], standalone_mode=False)\n"
+        "except ConfigurationError: sys.exit(len({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
 def test_a_model_path_that_is_none_is_told_before_anything_starts(config, tmp_path):
     result = run("train", str(config))
     assert result.returncode == 2

@@ -51,15 +51,18 @@ def train(
     ] = None,
 ) -> None:
     """Train a policy: generate, score, update, sync, until the configured number of steps is done."""
+    from radix_rl.config import load_config
+
+    # Before PyTorch, which takes seconds: a misspelled setting is answered at once.
+    settings = load_config(config, overrides or [])
     with Console(stderr=True).status("Loading PyTorch and transformers ..."):
-        from radix_rl.config import load_config
         from radix_rl.train.run import train as train_run
 
     # A scheduler's SIGTERM takes the run down as Ctrl-C does: what it stored is deleted. Scripts start their
     # background jobs with SIGINT ignored, which would swallow both.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    outcome = train_run(load_config(config, overrides or []))
+    outcome = train_run(settings)
     for path in outcome.written:
         typer.echo(f"wrote {path}")
 
