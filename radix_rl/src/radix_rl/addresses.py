@@ -14,6 +14,9 @@ def bind_tcp(host: str, port: int) -> socket.socket:
     `host` is an IPv4 or IPv6 address or a name, of whose addresses the first that can be bound is taken.
     Port 0 lets the system choose. Raises OSError, and OverflowError for a port that is out of range.
     """
+    if not 0 <= port <= 65535:
+        # getaddrinfo would take it modulo 65536.
+        raise OverflowError(f"expected a port from 0 to 65535, got {port}")
     first_error: OSError | None = None
     # Without the port, of which it would take the lower 16 bits.
     for family, kind, protocol, _, address in socket.getaddrinfo(

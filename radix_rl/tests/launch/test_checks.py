@@ -59,6 +59,23 @@ def test_one_machine_with_the_defaults_can_be_launched(configure):
         ),
         ({"train": {"device": "tpuu"}}, r"train\.device: expected a torch device such as \"cpu\".*'tpuu'"),
         ({"engine": {"device": "cuda:99"}}, r"engine\.device: 'cuda:99' is not on this machine"),
+        (LOCAL | {"weights": {"transport": "memory"}}, r"weights\.transport: \"memory\" needs.*=\"http\""),
+        (
+            LOCAL | {"output_store": {"backend": "memory"}},
+            r"output_store\.backend: \"memory\" cannot be reached by a remote engine",
+        ),
+        ({"train": {"minibatches": 300}}, r"train\.minibatches is 300 but a step has only 256 samples"),
+        (
+            {"engine": {"kv_cache_tokens": 16}},
+            r"rollout\.sampling\.max_new_tokens is 128.*no room.*engine\.kv_cache_tokens 16; raise",
+        ),
+        (
+            {
+                "engine": {"context_length": 200},
+                "eval": {"every_steps": 1, "sampling": {"max_new_tokens": 200}},
+            },
+            r"eval\.sampling\.max_new_tokens is 200.*engine\.context_length 200",
+        ),
         ({"weights": {"transport": "http"}}, r"weights\.transport: \"http\" needs engine\.type \"remote\""),
     ],
 )
@@ -125,4 +142,12 @@ def test_a_key_that_is_not_set_is_named(configure, monkeypatch):
         weights={"transport": "http"},
     )
     with pytest.raises(ConfigurationError, match=r"engine\.admin_api_key_env.*'THE_KEY'.*not set"):
-        build_engine(config, None)
+        check_launch(config)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
+def test_one_sample_a_prompt_needs_an_advantage_that_compares_no_samples(configure, advantage):
+    one = {"samples_per_prompt": 1}
+    with pytest.raises(ConfigurationError, match=r'every advantage would be 0.*advantage="reinforce_pp"'):
+        check_launch(configure(rollout=one, algorithm={"advantage": advantage}))
+    check_launch(configure(rollout=one, algorithm={"advantage": "reinforce_pp"}))

@@ -1,10 +1,23 @@
 """`Section`: the base of every table of the configuration, and the value types that sections share."""
 
+import os
 import re
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    model_validator,
+)
 
+_LARGEST_INT64 = (1 << 63) - 1
+_LONGEST_FILE_NAME = 255
+"""Bytes, of any Linux file system."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _UNIT_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -20,6 +33,13 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @model_validator(mode="after")
+    def _numbers_fit_64_bits(self) -> Self:
+        for name, value in self:
+            if isinstance(value, int) and abs(value) > _LARGEST_INT64:
+                raise ValueError(f"{name}: expected a number of at most 64 bits, got {value}")
+        return self
 
 
 def parse_bytes(value: Any) -> Any:
@@ -40,8 +60,22 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
 TokenCount = Annotated[int, Field(le=(1 << 31) - 1)]
 """A number of tokens, as large as positions can be."""
 
-Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+Seed = Annotated[int, Field(ge=0, le=_LARGEST_INT64)]
 """As large as every generator of random numbers takes."""
+
+
+def _expanded(path: Path) -> Path:
+    too_long = any(len(os.fsencode(part)) > _LONGEST_FILE_NAME for part in path.parts)
+    if not path.parts or "\0" in str(path) or too_long:
+        raise ValueError(f"expected a path, got {str(path)!r}")
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"expected a path, got {str(path)!r}: {error}") from error
+
+
+FilePath = Annotated[Path, AfterValidator(_expanded)]
+"""A path of a file or folder; `~` is the user's home."""
 
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
 

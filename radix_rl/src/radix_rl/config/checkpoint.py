@@ -1,11 +1,10 @@
 """`[checkpoint]`: saving and resuming."""
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from radix_rl.config.base import Section
+from radix_rl.config.base import FilePath, Section
 
 
 class CheckpointConfig(Section):
@@ -15,5 +14,5 @@ class CheckpointConfig(Section):
     """0: only after the last step."""
     keep: int = Field(default=2, ge=1)
     """The newest so many stay."""
-    resume: Literal["never", "latest"] | Path = "never"
+    resume: Literal["never", "latest"] | FilePath = "never"
     """latest: the newest checkpoint of the output directory, if it has one. A path: that checkpoint."""

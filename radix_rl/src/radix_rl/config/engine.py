@@ -66,7 +66,10 @@ class RemoteEngineConfig(RemoteSettings):
     @field_validator("urls")
     @classmethod
     def _are_base_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(check_base_url(url) for url in urls)
+        checked = tuple(check_base_url(url) for url in urls)
+        if repeated := [url for url in dict.fromkeys(checked) if checked.count(url) > 1]:
+            raise ValueError(f"expected each server once, got {repeated[0]!r} more than once")
+        return checked
 
 
 EngineConfig = Annotated[

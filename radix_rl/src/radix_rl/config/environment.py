@@ -1,11 +1,10 @@
 """`[environment]`: the problems to solve and how answers are scored."""
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from radix_rl.config.base import Section
+from radix_rl.config.base import FilePath, Section
 
 
 class ArithmeticEnvironmentConfig(Section):
@@ -25,9 +24,9 @@ class Gsm8kEnvironmentConfig(Section):
     """Grade-school mathematics, scored by the exact final number."""
 
     type: Literal["gsm8k"] = "gsm8k"
-    train_path: Path | None = None
+    train_path: FilePath | None = None
     """JSONL file with "question" and "answer" on every line."""
-    test_path: Path | None = None
+    test_path: FilePath | None = None
     """Held-out problems in the same format."""
     hub_dataset: str | None = None
     """Name on the model hub, such as "openai/gsm8k", in place of the two paths; needs the extra `hub`."""

@@ -1,15 +1,16 @@
 """Reads a `RunConfig` from a TOML file and `key.path=value` overrides; every fault is one
 ConfigurationError."""
 
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from radix_rl.config.run import RunConfig
+from radix_rl.config.suggestions import suggest
+from radix_rl.config.tree import sections_in
 from radix_rl.errors import ConfigurationError
 
 
@@ -73,7 +74,7 @@ def _describe(entry: Any) -> str:
     section, path = _resolve(location)
     where = ".".join(path) or "configuration"
     if entry["type"] == "extra_forbidden":
-        return f"{where}: unknown setting; {_suggest(path[-1], _field_names(section))}"
+        return f"{where}: unknown setting; {suggest(RunConfig, section, path, entry['input'])}"
     if entry["type"] == "missing":
         return f"{where}: required, but not set"
     if entry["type"] == "union_tag_not_found":
@@ -107,7 +108,7 @@ def _resolve(location: tuple[int | str, ...]) -> tuple[type[BaseModel] | None, l
         if isinstance(part, int) or section is None:
             continue
         field = section.model_fields.get(part)
-        choices = list(_sections_in(field.annotation)) if field else []
+        choices = list(sections_in(field.annotation)) if field else []
         if len(choices) == 1:
             section = choices[0]
     return section, path
@@ -119,28 +120,10 @@ def _variant_names(path: Sequence[str]) -> list[str]:
     for name in path:
         fields = [choice.model_fields[name] for choice in choices if name in choice.model_fields]
         # A number is a place in a list of sections, whose element type is the list's.
-        choices = [section for field in fields for section in _sections_in(field.annotation)] or choices
+        choices = [section for field in fields for section in sections_in(field.annotation)] or choices
     return [str(_tag(choice)) for choice in choices]
-
-
-def _sections_in(annotation: Any) -> Iterable[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _sections_in(argument)
 
 
 def _tag(section: type[BaseModel]) -> Any:
     field = section.model_fields.get("type")
     return field.default if field else None
-
-
-def _field_names(section: type[BaseModel] | None) -> list[str]:
-    return sorted(section.model_fields) if section else []
-
-
-def _suggest(name: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    if nearest:
-        return f"did you mean {' or '.join(nearest)}?"
-    return f"known here: {', '.join(known)}"

@@ -1,15 +1,14 @@
 """`[model]`: which model is trained."""
 
-from pathlib import Path
 from typing import Literal
 
-from radix_rl.config.base import Section
+from radix_rl.config.base import FilePath, Section
 
 
 class ModelConfig(Section):
     """The policy: a causal language model in Hugging Face format."""
 
-    path: Path
+    path: FilePath
     """Directory with config.json, safetensors and tokenizer files."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the trainer's model."""

@@ -1,18 +1,17 @@
 """`[observe]`: where metrics go besides metrics.jsonl."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from radix_rl.config.base import Section
+from radix_rl.config.base import FilePath, Section
 
 
 class TensorboardTrackerConfig(Section):
     """TensorBoard event files; needs the extra `tensorboard`."""
 
     type: Literal["tensorboard"] = "tensorboard"
-    log_dir: Path | None = None
+    log_dir: FilePath | None = None
     """Unset: `<output_dir>/tensorboard`."""
 
 

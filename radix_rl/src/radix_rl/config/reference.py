@@ -10,6 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from radix_rl.config.base import parse_bytes
 from radix_rl.config.run import RunConfig
+from radix_rl.config.tree import sections_in
 
 
 def reference() -> str:
@@ -28,7 +29,7 @@ def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
     nested: list[tuple[str, type[BaseModel]]] = []
     rows: list[str] = []
     for name, field in section.model_fields.items():
-        inner = list(_sections_in(field.annotation))
+        inner = list(sections_in(field.annotation))
         nested += [(f"{path}.{name}" if path else name, child) for child in inner]
         if not inner and name != "type":
             rows.append(
@@ -38,13 +39,6 @@ def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
         yield from ("| setting | values | default | |", "|---|---|---|---|", *rows, "")
     for child_path, child in nested:
         yield from _section(child_path, child)
-
-
-def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _sections_in(argument)
 
 
 def _type_name(field: FieldInfo) -> str:

@@ -1,6 +1,6 @@
 """`[rollout]`: how many samples a step generates, and how."""
 
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -18,9 +18,9 @@ class SamplingConfig(Section):
     """-1: the whole vocabulary; else at least 1."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     max_new_tokens: int = Field(default=128, ge=1)
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a response."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Token ids that end a response, besides the model's own end-of-sequence ids."""
 
     @property
@@ -54,3 +54,12 @@ class RolloutConfig(Section):
     """Prompt plus response tokens kept of a sample; the rest is cut. Unset: nothing is cut."""
     sampling: SamplingConfig = SamplingConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature is 0 (greedy), which gives every sample of a group the same answer; "
+                "set it above 0"
+            )
+        return self

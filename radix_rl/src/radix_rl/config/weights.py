@@ -1,11 +1,10 @@
 """`[weights]`: how new weights reach the engines."""
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from radix_rl.config.base import Bytes, Section
+from radix_rl.config.base import Bytes, FilePath, Section
 
 
 class WeightsConfig(Section):
@@ -24,6 +23,6 @@ class WeightsConfig(Section):
     """broadcast: where the trainer waits for the engines. 0: the system chooses."""
     timeout_s: float = Field(default=300.0, gt=0)
     """broadcast: how long meeting the engines, and one bucket, may take."""
-    directory: Path | None = None
+    directory: FilePath | None = None
     """disk: folder of the versions, which every engine sees under the same path. Unset: weights in
     output_dir."""

@@ -2,6 +2,7 @@
 remedy."""
 
 import ipaddress
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,8 @@ def check_launch(config: RunConfig) -> None:
     faults = [
         *_model_faults(config),
         *_device_faults(config),
+        *_rollout_faults(config),
+        *_engine_faults(config),
         *_store_faults(config),
         *_weight_faults(config),
     ]
@@ -66,12 +69,56 @@ def _device_faults(config: RunConfig) -> Iterator[str]:
             yield f'{name}: {text!r} is not on this machine, torch sees {count} CUDA device(s); use "cpu"'
 
 
+def _rollout_faults(config: RunConfig) -> Iterator[str]:
+    rollout, advantage = config.rollout, config.algorithm.advantage
+    if rollout.samples_per_prompt == 1 and advantage in ("grpo", "dr_grpo", "rloo"):
+        yield (
+            f'rollout.samples_per_prompt is 1, but algorithm.advantage "{advantage}" compares the samples of '
+            "one prompt: every advantage would be 0; set it to at least 2, or use "
+            'algorithm.advantage="reinforce_pp"'
+        )
+    num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    if num_samples < config.train.minibatches:
+        yield (
+            f"train.minibatches is {config.train.minibatches} but a step has only {num_samples} samples; "
+            "raise rollout.prompts_per_step or lower train.minibatches"
+        )
+
+
+def _engine_faults(config: RunConfig) -> Iterator[str]:
+    engine = config.engine
+    if engine.type == "remote":
+        for setting in ("api_key_env", "admin_api_key_env"):
+            variable = getattr(engine, setting)
+            if variable is not None and not os.environ.get(variable):
+                yield f"engine.{setting} names the environment variable {variable!r}, which is not set"
+        return
+    requests = {"rollout.sampling": config.rollout.sampling}
+    if config.eval.every_steps > 0:
+        requests["eval.sampling"] = config.eval.sampling
+    # The last token never goes through the model, so that it needs no room in the cache.
+    rooms = {"context_length": engine.context_length, "kv_cache_tokens": engine.kv_cache_tokens + 1}
+    for setting, room in rooms.items():
+        for section, sampling in requests.items():
+            if room is not None and sampling.max_new_tokens >= room:
+                yield (
+                    f"{section}.max_new_tokens is {sampling.max_new_tokens}, which leaves no room for a "
+                    f"prompt in engine.{setting} {getattr(engine, setting)}; raise engine.{setting} or lower "
+                    f"{section}.max_new_tokens"
+                )
+
+
 def _store_faults(config: RunConfig) -> Iterator[str]:
     settings = config.output_store
     if not settings.enabled or not config.replayed_outputs:
         return
     urls = config.engine.urls if config.engine.type == "remote" else ()
     far = [url for url in urls if not _is_local(urlsplit(url).hostname or "")]
+    if settings.backend == "memory" and urls:
+        yield (
+            'output_store.backend: "memory" cannot be reached by a remote engine; use "shared_memory" on one '
+            'machine or "mooncake"'
+        )
     if settings.backend == "memory" and config.train.num_ranks > 1:
         yield (
             'output_store.backend: "memory" is seen by one process only, but train.num_ranks is '
@@ -118,6 +165,11 @@ def _weight_faults(config: RunConfig) -> Iterator[str]:
                 'takes "memory"'
             )
         return
+    if weights.transport == "memory":
+        yield (
+            'weights.transport: "memory" needs engine.type "embedded"; set weights.transport="http", or '
+            '"broadcast" or "disk", which SGLang takes too'
+        )
     far = [url for url in config.engine.urls if not _is_local(urlsplit(url).hostname or "")]
     if weights.transport == "broadcast":
         if far and _is_local(weights.host):
