@@ -51,9 +51,9 @@ def writer(tmp_path):
     backend = create_backend("shared_memory", {"directory": str(tmp_path), "key_prefix": "test/run"})
     put_batch = backend.put_batch
 
-    def slow(items):
+    def slow(items, **options):
         time.sleep(0.2)
-        put_batch(items)
+        put_batch(items, **options)
 
     backend.put_batch = slow
     writer = OutputStoreWriter(OutputStore(backend, codecs=store_codecs(Config)))

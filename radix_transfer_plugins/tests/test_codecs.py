@@ -93,6 +93,21 @@ def test_narrow_width_follows_from_the_declared_ids_alone(ids, itemsize):
     assert data.nbytes == 10 * itemsize
 
 
+@pytest.mark.parametrize(
+    ("ids", "dtype", "narrowest"),
+    [
+        (128, "int32", "int8"),
+        (129, "int32", "int16"),
+        (128, "int8", "int8"),
+        (32768, "int64", "int16"),
+        (32769, "int64", "int32"),
+        (100, "uint32", "uint32"),
+    ],
+)
+def test_the_narrowest_type_of_ids_is_signed_and_holds_minus_one(ids, dtype, narrowest):
+    assert NarrowCodec(ids).narrowest(np.dtype(dtype)) == np.dtype(narrowest)
+
+
 def test_narrow_wire_bytes_are_little_endian_codes_with_the_largest_for_minus_one():
     assert bytes(byte_view(NarrowCodec(128).encode(np.array([0, 127, -1], np.int32), 0))) == b"\x00\x7f\xff"
     assert (

@@ -166,7 +166,12 @@ class OutputStore:
                         del fields[name]
 
     def read_many(
-        self, requests: Sequence[ReadRequest], *, stash_type: type[StashT], buffer_bytes: int
+        self,
+        requests: Sequence[ReadRequest],
+        *,
+        stash_type: type[StashT],
+        buffer_bytes: int,
+        narrow: bool = False,
     ) -> list[StashT]:
         """Copies that the caller owns, in chunks of at most `buffer_bytes` stored bytes; see docs/store.md.
 
@@ -174,16 +179,19 @@ class OutputStore:
         ReadBufferError for a field stored in more than `buffer_bytes`, RefError for rows that are not there
         or a reference of another backend, KeyOutsidePrefixError. While reading: ObjectLostError,
         CorruptObjectError, StoreUnavailableError. Fields not asked for keep the default of `stash_type`.
+
+        With `narrow`, arrays of ids come in the smallest type that holds every id of their codec, such as
+        int8 for up to 128 experts, in place of the type that they were put in.
         """
         began = time.perf_counter()
         reads = self._plan(requests, stash_type)
         arrays: list[dict[str, np.ndarray]] = [{} for _ in requests]
         for chunk in split_chunks(reads, buffer_bytes):
             if self.backend.reads_into_memory:
-                _copy_out(chunk, _read_into_memory(self.backend, chunk), arrays)
+                _copy_out(chunk, _read_into_memory(self.backend, chunk), arrays, narrow)
                 continue
             with self.backend.get_batch([read.key for read in chunk]) as lease:
-                _copy_out(chunk, lease.views, arrays)
+                _copy_out(chunk, lease.views, arrays, narrow)
         self._count_reads(reads, began)
         return [stash_type(**fields) for fields in arrays]
 
@@ -337,7 +345,10 @@ def _lend(
 
 
 def _copy_out(
-    reads: Sequence[FieldRead], views: Sequence[memoryview], arrays: Sequence[dict[str, np.ndarray]]
+    reads: Sequence[FieldRead],
+    views: Sequence[memoryview],
+    arrays: Sequence[dict[str, np.ndarray]],
+    narrow: bool,
 ) -> None:
     """Add to `arrays`, one dict a request, what the reads give. Nothing looks at `views` when this returns.
 
@@ -347,7 +358,7 @@ def _copy_out(
         _verify(read, view)
         kept = False
         for wanted in read.wanted:
-            array = _decode(read, view, wanted.rows)
+            array = _decode(read, view, wanted.rows, narrow)
             if _looks_at(array, view):
                 # Memory that is the caller's already may become one array of the answer, whole, and only one.
                 if array.flags.writeable and array.nbytes == view.nbytes and not kept:
@@ -377,12 +388,15 @@ def _verify(read: FieldRead, view: memoryview) -> None:
         )
 
 
-def _decode(read: FieldRead, view: memoryview, rows: tuple[int, int] | None) -> np.ndarray:
+def _decode(
+    read: FieldRead, view: memoryview, rows: tuple[int, int] | None, narrow: bool = False
+) -> np.ndarray:
     spec = read.spec
     codec = spec.make_codec()
+    dtype = codec.narrowest(spec.numpy_dtype) if narrow else spec.numpy_dtype
     by_codec = rows if codec.row_addressable else None
     try:
-        array = codec.decode(view, spec.numpy_dtype, spec.shape, spec.start_row, by_codec)
+        array = codec.decode(view, dtype, spec.shape, spec.start_row, by_codec)
     except CorruptObjectError as error:
         raise CorruptObjectError(f"the stored field {read.key!r}: {error}") from error
     except MemoryError as error:

@@ -37,10 +37,10 @@ class TrainSample(msgspec.Struct, kw_only=True, eq=False):
     loss_scale: float
     """Weight of each counted token in the minibatch's loss, see `radix_rl.train.plan.loss_scales`."""
     routed_experts: np.ndarray | None = None
-    """`[N - 1, layers, top_k]` int32, row t = choices made while token t went through; -1 where there is
-    none."""
+    """`[N - 1, layers, top_k]` int32 or narrower, row t = choices made while token t went through; -1 where
+    there is none."""
     indexer_topk: np.ndarray | None = None
-    """`[N - 1, indexers, index_topk]` int32, likewise."""
+    """`[N - 1, indexers, index_topk]` int32 or narrower, likewise."""
     sampling_mask: SamplingMask | None = None
 
     @property
@@ -137,10 +137,12 @@ def _sampling_mask(sample: Sample, replay: Mapping[str, np.ndarray]) -> Sampling
             f"sample {sample.name}: expected sampling masks of {len(sample.loss_mask)} response tokens, got "
             f"{len(lengths)} lengths that add up to {int(lengths.sum())}, and {len(ids)} ids"
         )
-    response = np.asarray(sample.tokens[sample.prompt_tokens :], dtype=np.int64)
-    owner = np.repeat(np.arange(len(lengths)), lengths)
+    response = np.asarray(sample.tokens[sample.prompt_tokens :], dtype=np.int32)
     holds_its_token = np.zeros(len(lengths), dtype=bool)
-    holds_its_token[owner[ids == response[owner]]] = True
+    if len(ids):
+        # The first id of each mask that has any; such masks are all that there is between two of them.
+        starts = (np.cumsum(lengths, dtype=np.int64) - lengths)[lengths > 0]
+        holds_its_token[lengths > 0] = np.logical_or.reduceat(ids == np.repeat(response, lengths), starts)
     without = np.flatnonzero((np.asarray(sample.loss_mask) > 0) & ~holds_its_token)
     if len(without):
         place = int(without[0])
@@ -209,7 +211,7 @@ def _join_masks(
         if mask is None:
             raise ReplayError(f"sample {sample.name} has no sampling mask, sample {samples[0].name} has one")
         lengths[row, sample.num_tokens - sample.num_response_tokens : sample.num_tokens] = mask.lengths
-    ids = np.concatenate([mask.token_ids for mask in masks if mask is not None]).astype(np.int64)
+    ids = np.concatenate([mask.token_ids for mask in masks if mask is not None], dtype=np.int64)
     return {
         "mask_lengths_bt": torch.from_numpy(lengths).to(device),
         "mask_ids": torch.from_numpy(ids).to(device),

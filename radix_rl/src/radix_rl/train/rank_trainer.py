@@ -105,6 +105,7 @@ class RankTrainer:
             self._store,
             fields,
             self._config.output_store.read_buffer_bytes,
+            narrow=True,
         )
 
 

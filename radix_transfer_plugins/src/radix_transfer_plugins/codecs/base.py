@@ -39,6 +39,10 @@ class Codec(ABC):
         """What a reader needs to decode; plain JSON types, a few bytes."""
         return {}
 
+    def narrowest(self, dtype: np.dtype) -> np.dtype:
+        """The smallest type that `decode` can return instead of `dtype` without loss, whatever the values."""
+        return dtype
+
     @abstractmethod
     def encode(self, array: np.ndarray, start_row: int) -> Buffer:
         """Encode.
@@ -67,3 +71,12 @@ class Codec(ABC):
 
         Raises RefError. Takes constant time and memory whatever the numbers are: they may come from an enemy.
         """
+
+
+def narrowest_signed(ids: int, dtype: np.dtype) -> np.dtype:
+    """The smallest signed type for ids in [-1, ids), or `dtype` where that is unsigned or no larger."""
+    for bits in (8, 16, 32):
+        narrow = np.dtype(f"i{bits // 8}")
+        if dtype.kind == "i" and narrow.itemsize < dtype.itemsize and ids <= 1 << (bits - 1):
+            return narrow
+    return dtype

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from radix_transfer_plugins.codecs.base import Buffer, Codec
+from radix_transfer_plugins.codecs.base import Buffer, Codec, narrowest_signed
 from radix_transfer_plugins.errors import CodecError, ConfigError, CorruptObjectError, RefError
 from radix_transfer_plugins.huge_pages import new_array
 
@@ -84,6 +84,9 @@ class ExpertsCodec(Codec):
     def get_config(self) -> dict[str, str | int | bool]:
         mask = sum(1 << layer for layer in self.dense_layers)
         return {"experts": self.experts, "layers": self.layers, "dense_layers": f"{mask:x}"}
+
+    def narrowest(self, dtype: np.dtype) -> np.dtype:
+        return narrowest_signed(self.experts, dtype)
 
     def encode(self, array: np.ndarray, start_row: int) -> Buffer:
         if not self._holds_ids(array.dtype) or not self._fits(array.shape):

@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from radix_transfer_plugins.codecs.base import Buffer, Codec
+from radix_transfer_plugins.codecs.base import Buffer, Codec, narrowest_signed
 from radix_transfer_plugins.errors import CodecError, ConfigError, CorruptObjectError, RefError
 from radix_transfer_plugins.huge_pages import new_array
 
@@ -47,6 +47,9 @@ class NarrowCodec(Codec):
 
     def get_config(self) -> dict[str, str | int | bool]:
         return {"ids": self.ids}
+
+    def narrowest(self, dtype: np.dtype) -> np.dtype:
+        return narrowest_signed(self.ids, dtype)
 
     def encode(self, array: np.ndarray, start_row: int) -> Buffer:
         if not self._holds_ids(array.dtype):

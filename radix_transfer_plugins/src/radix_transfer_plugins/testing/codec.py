@@ -56,6 +56,16 @@ class CodecConformance:
             assert decoded.shape == array.shape
             assert decoded.tobytes() == expected(codec, array).tobytes()
 
+    def test_the_narrowest_dtype_holds_the_same_values(self) -> None:
+        codec = self.make_codec()
+        for array, start_row in self.accepted():
+            data = encode(codec, array, start_row)
+            dtype = codec.narrowest(array.dtype)
+            assert dtype.itemsize <= array.dtype.itemsize
+            decoded = codec.decode(data, dtype, array.shape, start_row)
+            assert decoded.dtype == dtype
+            assert decoded.astype(array.dtype).tobytes() == expected(codec, array).tobytes()
+
     def test_encoding_is_deterministic(self) -> None:
         codec = self.make_codec()
         for array, start_row in self.accepted():

@@ -1,7 +1,8 @@
-"""Replay outputs of samples as arrays: reads each stored (key, field) once per call, and only the rows in
-use."""
+"""Replay outputs of samples as arrays: each stored (key, field) is read once a call, only the rows in use."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,12 +26,17 @@ def assemble_replay(
     store: OutputStore | None,
     fields: Sequence[str],
     buffer_bytes: int,
+    *,
+    narrow: bool = False,
 ) -> list[dict[str, np.ndarray]]:
     """One dict a sample, of arrays the caller owns; a field that no sample has is in none of them.
 
     routed_experts, indexer_topk: `[N - 1, layers, top_k]` int32, -1 where a row is missing (injected tokens
     at the end). sampling_mask_lengths: `[C]` int32, 0 where a token was not sampled; the flat mask fields
     follow its order.
+
+    With `narrow`, ids come in the smallest signed type that holds every id of their codec, such as int8 for
+    up to 128 experts: a quarter of the memory.
 
     `buffer_bytes` bounds the stored bytes in flight. A segment that several samples share is read once.
     Raises ReplayError naming sample, field and key for a lost object, and for a field that only some
@@ -42,14 +48,12 @@ def assemble_replay(
         raise ReplayError(
             f"the sampling mask needs sampling_mask_lengths among the fields, got {list(fields)!r}"
         )
-    arrays = _read(samples, store, wanted, buffer_bytes)
+    read = _read(samples, store, wanted, buffer_bytes, narrow)
     assembled: list[dict[str, np.ndarray]] = []
     for sample in samples:
-        parts = {field: _arrays_of(sample, field, arrays) for field in wanted}
-        rows = {field: _per_token(sample, parts[field]) for field in wanted if field in PER_TOKEN_FIELDS}
-        assembled.append(
-            rows | _mask(sample, {field: parts[field] for field in wanted if field in MASK_FIELDS})
-        )
+        parts = {field: _parts(sample, field, read) for field in wanted}
+        rows = {field: _per_token(sample, parts.pop(field)) for field in wanted if field in PER_TOKEN_FIELDS}
+        assembled.append(rows | _mask(sample, parts))
     return assembled
 
 
@@ -64,16 +68,44 @@ class _Span:
         self.end = max(self.end, end)
 
 
+class _Read:
+    """Stored rows of one (key, field), until the last segment that uses them has taken them.
+
+    So that a step's rows are not in memory twice, as they were read and as they were assembled.
+    """
+
+    def __init__(self, start_row: int, array: np.ndarray, num_uses: int) -> None:
+        self._start_row = start_row
+        self._array: np.ndarray | None = array
+        self._has_one_user = num_uses == 1
+        self._uses_left = num_uses
+
+    def take(self, start: int, end: int) -> tuple[np.ndarray, bool]:
+        """Rows [start, end), and whether they are the caller's alone."""
+        assert self._array is not None
+        rows = self._array[start - self._start_row : end - self._start_row]
+        self._uses_left -= 1
+        if self._uses_left == 0:
+            self._array = None
+        return rows, self._has_one_user
+
+
 def _read(
-    samples: Sequence[Sample], store: OutputStore | None, fields: Sequence[str], buffer_bytes: int
-) -> dict[FlatField, tuple[int, np.ndarray]]:
-    """(key, field) -> first stored row and the array from there on."""
+    samples: Sequence[Sample],
+    store: OutputStore | None,
+    fields: Sequence[str],
+    buffer_bytes: int,
+    narrow: bool,
+) -> dict[FlatField, _Read]:
+    """What the samples' segments need of the store."""
     refs: dict[str, StoreRef] = {}
+    uses: Counter[FlatField] = Counter()
     spans: dict[str, dict[str, _Span]] = {}
     for _, segment in _store_segments(samples, fields):
         key = segment.ref.key
         refs[key] = segment.ref
         start, end = _stored_rows(segment)
+        uses[key, segment.field] += 1
         spans.setdefault(key, {}).setdefault(segment.field, _Span()).include(start, end)
     if not refs:
         return {}
@@ -86,11 +118,13 @@ def _read(
         for key, ref in refs.items()
     ]
     try:
-        stashes = store.read_many(requests, stash_type=TokenOutputStash, buffer_bytes=buffer_bytes)
+        stashes = store.read_many(
+            requests, stash_type=TokenOutputStash, buffer_bytes=buffer_bytes, narrow=narrow
+        )
     except ObjectLostError as error:
         raise ReplayError(_lost_message(samples, fields, error)) from error
     return {
-        (key, field): (span.start, getattr(stash, field))
+        (key, field): _Read(span.start, getattr(stash, field), uses[key, field])
         for key, stash in zip(refs, stashes, strict=True)
         for field, span in spans[key].items()
     }
@@ -127,12 +161,19 @@ def _lost_message(samples: Sequence[Sample], fields: Sequence[str], error: Objec
     return f"stored replay outputs are lost: {text}"
 
 
-def _arrays_of(
-    sample: Sample, field: str, arrays: dict[FlatField, tuple[int, np.ndarray]]
-) -> list[tuple[Segment, np.ndarray]]:
-    """Each segment of a field with exactly its rows (flat mask fields: with at least its ids)."""
-    parts: list[tuple[Segment, np.ndarray]] = []
+class _Part(NamedTuple):
+    segment: Segment
+    array: np.ndarray
+    """Exactly its rows; of flat mask fields at least its ids."""
+    is_own: bool
+    """Nobody else looks at the array's memory, so that it may be handed out."""
+
+
+def _parts(sample: Sample, field: str, read: dict[FlatField, _Read]) -> list[_Part]:
+    """The segments of a field with their rows."""
+    parts: list[_Part] = []
     for segment in sample.replay.segments[field]:
+        is_own = False
         if not isinstance(segment, StoreSegment):
             array = segment.array
             if field == "sampling_mask_lengths":
@@ -141,38 +182,38 @@ def _arrays_of(
             spec = segment.ref.fields[field]
             array = np.empty((0, *spec.shape[1:]), dtype=spec.dtype)
         else:
-            first_row, read = arrays[segment.ref.key, field]
-            start, end = _stored_rows(segment)
-            array = read[start - first_row : end - first_row]
-        parts.append((segment, array))
+            array, is_own = read[segment.ref.key, field].take(*_stored_rows(segment))
+        parts.append(_Part(segment, array, is_own))
     return parts
 
 
-def _per_token(sample: Sample, parts: list[tuple[Segment, np.ndarray]]) -> np.ndarray:
+def _per_token(sample: Sample, parts: list[_Part]) -> np.ndarray:
     num_rows = len(sample.tokens) - 1
-    rows = np.full((num_rows, *parts[0][1].shape[1:]), MISSING, dtype=np.int32)
-    for segment, array in parts:
+    first = parts[0]
+    if len(parts) == 1 and first.is_own and first.segment.start_row == 0 and len(first.array) >= num_rows:
+        return first.array[:num_rows]
+    dtype = np.result_type(*(part.array.dtype for part in parts))
+    rows = np.full((num_rows, *first.array.shape[1:]), MISSING, dtype=dtype)
+    for segment, array, _ in parts:
         # The last token never feeds a prediction; its row is there when a sample has no output.
         end_row = min(segment.end_row, num_rows)
         rows[segment.start_row : end_row] = array[: end_row - segment.start_row]
     return rows
 
 
-def _mask(sample: Sample, parts: dict[str, list[tuple[Segment, np.ndarray]]]) -> dict[str, np.ndarray]:
+def _mask(sample: Sample, parts: dict[str, list[_Part]]) -> dict[str, np.ndarray]:
     """The sampling mask over the whole response, in CSR form."""
     if not parts:
         return {}
     num_outputs = len(sample.tokens) - sample.prompt_tokens
     lengths = np.zeros(num_outputs, dtype=np.int32)
-    for segment, array in parts["sampling_mask_lengths"]:
+    sizes: list[int] = []
+    for segment, array, _ in parts["sampling_mask_lengths"]:
+        sizes.append(int(array.sum()))
         lengths[segment.start_row - sample.prompt_tokens : segment.end_row - sample.prompt_tokens] = array
     mask = {"sampling_mask_lengths": lengths}
     for field, flat in parts.items():
         if field != "sampling_mask_lengths":
-            mask[field] = np.concatenate(
-                [
-                    ids[: int(sizes.sum())]
-                    for (_, ids), (_, sizes) in zip(flat, parts["sampling_mask_lengths"], strict=True)
-                ]
-            )
+            cut = [part.array[:size] for part, size in zip(flat, sizes, strict=True)]
+            mask[field] = cut[0] if len(flat) == 1 and flat[0].is_own else np.concatenate(cut)
     return mask
