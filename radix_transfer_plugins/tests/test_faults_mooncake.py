@@ -1,5 +1,7 @@
 """The master, the segment host, writers and readers killed for real: typed errors, no hang, nothing left."""
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -164,6 +166,49 @@ def test_a_killed_master_is_a_typed_error_and_a_new_one_takes_over(
     until_stored(backend, "d")
     assert isinstance(in_time(lambda: backend.get_batch(["a"])), ObjectLostError)
     assert {info.key for info in backend.list("")} == {"d"}
+
+
+def test_a_stopped_master_delays_no_call_by_more_than_the_setting(
+    master: LocalMooncake, connect: Connect
+) -> None:
+    keys = [f"a{number}" for number in range(20)]
+    backend = connect(timeout_s=1)
+    backend.put_batch([(key, bytes(100)) for key in keys])
+    into = [memoryview(bytearray(100)) for _ in keys]
+    master.process.send_signal(signal.SIGSTOP)
+    for action in (
+        lambda: backend.get_batch(keys),
+        lambda: backend.get_batch_into(keys, into),
+        lambda: backend.put_batch([(f"b{key}", b"x") for key in keys]),
+        lambda: backend.delete_batch(keys),
+        lambda: list(backend.list("")),
+        backend.stats,
+    ):
+        error = in_time(action, limit_s=1.5)
+        assert isinstance(error, StoreUnavailableError)
+        assert re.search(r"did not answer within timeout_s|metrics_server_address", str(error))
+    master.process.send_signal(signal.SIGCONT)
+    until_stored(backend, "d")
+    # The deletion may have reached the master, which then carries it out late.
+    assert {info.key for info in backend.list("")} - set(keys) == {"d"}
+
+
+def test_the_time_limit_is_not_left_in_the_environment(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "1234")
+    monkeypatch.delenv("MC_RPC_CONNECT_TIMEOUT_MS", raising=False)
+    connect(timeout_s=3)
+    assert os.environ["MC_RPC_TIMEOUT_MS"] == "1234"
+    assert "MC_RPC_CONNECT_TIMEOUT_MS" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["local_buffer_size", "global_segment_size"])
+def test_memory_that_this_machine_does_not_have_is_an_error_that_names_the_setting(
+    name: str, connect: Connect
+) -> None:
+    with pytest.raises(StoreUnavailableError, match=f"could not allocate its memory.*{name} 214748364800"):
+        connect(**{name: "200gb"})
 
 
 @pytest.mark.parametrize("answer", [-901, 0], ids=["put unanswered", "read-back unanswered"])

@@ -31,8 +31,9 @@ _KEYS_PER_CALL = 256
 
 
 class MooncakeBackend(Backend):
-    """One native client. Its calls block for at most the client's own 30 s RPC timeout each, without the
-    GIL.
+    """One native client, whose calls run without the GIL.
+
+    A master that does not answer makes none of them wait longer than `timeout_s`.
     """
 
     name: ClassVar[str] = "mooncake"
@@ -42,7 +43,7 @@ class MooncakeBackend(Backend):
         self.config = config
         self.key_prefix = config.key_prefix
         self._client = Client(config)
-        self._http = MasterHttp(config.metrics)
+        self._http = MasterHttp(config.metrics, config.timeout_s)
         self._gate = LocalBufferGate()
         self._left_lock = threading.Lock()
         self._left_behind: dict[str, Trailer] = {}
@@ -77,10 +78,8 @@ class MooncakeBackend(Backend):
         if code == status.BUFFER_FULL:
             raise StoreFullError(
                 f"mooncake: no room in the local buffer of {self.config.local_buffer_bytes} bytes for a put "
-                "of "
-                f"{max(map(len, values.values()))} bytes, alone and after a retry: unreleased views of reads "
-                "hold it. "
-                "Release them, or raise local_buffer_size"
+                f"of {max(map(len, values.values()))} bytes, alone and after a retry: unreleased views of "
+                "reads hold it. Release them, or raise local_buffer_size"
             )
         if code != status.OK:
             raise status.unavailable(f"put of {len(values)} keys", code, self.config.master)
@@ -92,13 +91,16 @@ class MooncakeBackend(Backend):
         trailer = Trailer.new()
         for group in _groups(values, self.config.local_buffer_bytes):
             code = self._put_group({key: values[key] for key in group}, trailer)
+            if code in status.UNANSWERED:
+                self._leave_behind(list(values), trailer, status.describe(code))
+                return code
             if code != status.OK:
                 self._remove_own(list(values), trailer)
                 return code
         try:
             others = [key for key, found in self._trailers(list(values)).items() if found != trailer]
-        except StoreUnavailableError:
-            self._remove_own(list(values), trailer)
+        except StoreUnavailableError as error:
+            self._leave_behind(list(values), trailer, str(error))
             raise
         if others:
             self._remove_own(list(values), trailer)
@@ -168,9 +170,13 @@ class MooncakeBackend(Backend):
             own = [key for key, found in self._trailers(keys).items() if found == trailer]
             self._remove(own)
         except StoreUnavailableError as error:
-            logger.warning("a failed put may have left %s, to be removed later: %s", self._shown(keys), error)
-            with self._left_lock:
-                self._left_behind.update(dict.fromkeys(keys, trailer))
+            self._leave_behind(keys, trailer, str(error))
+
+    def _leave_behind(self, keys: Sequence[str], trailer: Trailer, reason: str) -> None:
+        """Remember what a put may have left; the next call that the master answers removes it."""
+        logger.warning("a failed put may have left %s, to be removed later: %s", self._shown(keys), reason)
+        with self._left_lock:
+            self._left_behind.update(dict.fromkeys(keys, trailer))
 
     def _remove_left_behind(self) -> None:
         with self._left_lock:
@@ -254,7 +260,7 @@ class MooncakeBackend(Backend):
 
     def _explain_failed(self, native: Any, failed: Sequence[str], asked: Sequence[str]) -> None:
         """Raise for every reason but a local buffer that others hold just now."""
-        sizes = {key: native.get_size(key) for key in failed}
+        sizes = self._sizes(native, failed, "read of")
         lost = [key for key, size in sizes.items() if size == status.NOT_FOUND]
         if lost:
             raise self._lost(lost)
@@ -282,14 +288,20 @@ class MooncakeBackend(Backend):
             found |= self._trailers_of_chunk(keys[first : first + _KEYS_PER_CALL])
         return found
 
+    def _sizes(self, native: Any, keys: Sequence[str], operation: str) -> dict[str, int]:
+        """Size or status of each stored key. Raises StoreUnavailableError at the first that is unanswered."""
+        sizes: dict[str, int] = {}
+        for key in keys:
+            sizes[key] = native.get_size(key)
+            if sizes[key] in status.UNANSWERED:
+                raise status.unavailable(f"{operation} {self._shown([key])}", sizes[key], self.config.master)
+        return sizes
+
     def _trailers_of_chunk(self, keys: Sequence[str]) -> dict[str, Trailer | None]:
         found: dict[str, Trailer | None] = dict.fromkeys(keys)
         buffer = memoryview(bytearray(len(keys) * TRAILER_BYTES))
         with self._client.registered([buffer]) as (pointer,), self._client.native() as native:
-            sizes = [native.get_size(key) for key in keys]
-            for size in sizes:
-                if size in (status.RPC_FAILED, status.RPC_TIMED_OUT):
-                    raise status.unavailable("reading back what was put", size, self.config.master)
+            sizes = list(self._sizes(native, keys, "reading back").values())
             there = [row for row, size in enumerate(sizes) if size >= TRAILER_BYTES]
             if not there:
                 return found
@@ -318,8 +330,8 @@ class MooncakeBackend(Backend):
             chunk = keys[first : first + _KEYS_PER_CALL]
             trailers = self._trailers(chunk)
             with self._client.native() as native:
-                sizes = [native.get_size(key) for key in chunk]
-            for key, size in zip(chunk, sizes, strict=True):
+                sizes = self._sizes(native, chunk, "listing")
+            for key, size in sizes.items():
                 trailer = trailers[key]
                 if trailer is not None and size >= TRAILER_BYTES:
                     yield ObjectInfo(original_key(key), size - TRAILER_BYTES, trailer.created_us / 1e6)

@@ -18,6 +18,9 @@ _PROBE_TIMEOUT_S = 2.0
 # does not exist, which a master answers at once with a header of its own.
 _UNKNOWN_CALL = b"\x15" + bytes(19)
 _CLOSE_TIMEOUT_S = 60.0
+_TIMEOUT_VARIABLES = ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS")
+_ENVIRONMENT = threading.Lock()
+"""Held while the variables are set: one process may make several clients at once."""
 
 
 class Client:
@@ -104,8 +107,7 @@ def probe(master: Address) -> str:
     """
     remedy = (
         f"Start one with `mooncake_master --rpc_port={master.port}`, or correct master_server_address (the "
-        "port of "
-        "--rpc_port, not of --metrics_port)"
+        "port of --rpc_port, not of --metrics_port)"
     )
     try:
         with socket.create_connection((master.host, master.port), _PROBE_TIMEOUT_S) as connection:
@@ -116,8 +118,7 @@ def probe(master: Address) -> str:
     except TimeoutError as error:
         raise StoreUnavailableError(
             f"mooncake: nothing at {master} answered as a master within {_PROBE_TIMEOUT_S:g} s; it may be "
-            "stopped. "
-            f"{remedy}"
+            f"stopped. {remedy}"
         ) from error
     except OSError as error:
         raise StoreUnavailableError(f"mooncake: no master at {master}: {error}. {remedy}") from error
@@ -132,13 +133,33 @@ def _import_client() -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"mooncake: the client is not installed ({error}); pip install "
-            "'radix-transfer-plugins[mooncake]', or with a GPU "
-            "the mooncake-transfer-engine wheel that fits its CUDA"
+            "'radix-transfer-plugins[mooncake]', or with a GPU the mooncake-transfer-engine wheel that fits "
+            "its CUDA"
         ) from error
     except ImportError as error:
         raise ConfigError(
             f"mooncake: the client does not load: {error}; apt-get install -y libibverbs1 librdmacm1 libnuma1"
         ) from error
+
+
+@contextlib.contextmanager
+def _rpc_timeout(timeout_s: float) -> Iterator[None]:
+    """The native client reads its time limits from the environment when it is set up, and from nowhere else.
+
+    Half of ours each: a call that fails asks the master a second time, to tell why.
+    """
+    limit_ms = str(max(1, int(timeout_s * 500)))
+    with _ENVIRONMENT:
+        before = {name: os.environ.get(name) for name in _TIMEOUT_VARIABLES}
+        os.environ.update(dict.fromkeys(_TIMEOUT_VARIABLES, limit_ms))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _set_up(native: Any, config: MooncakeConfig) -> Any:
@@ -149,19 +170,21 @@ def _set_up(native: Any, config: MooncakeConfig) -> Any:
     }
     named = ("local_hostname", "metadata_server", "protocol", "rdma_devices")
     where = f"master {config.master}, { ({name: options[name] for name in named}) }"
-    code = native.setup(options)
+    with _rpc_timeout(config.timeout_s):
+        try:
+            code = native.setup(options)
+        except MemoryError:
+            code = status.BUFFER_FULL
     if code == status.BUFFER_FULL:
         raise StoreUnavailableError(
             "mooncake: set-up could not allocate its memory: global_segment_size "
             f"{options['global_segment_size']} and local_buffer_size {options['local_buffer_size']} bytes; "
-            "lower "
-            f"them ({where})"
+            f"lower them ({where})"
         )
     if code != status.OK:
         raise StoreUnavailableError(
             f"mooncake: set-up failed with {status.describe(code)} ({where}). Check protocol (tcp, rdma), "
             "rdma_devices, metadata_server (P2PHANDSHAKE needs no server) and local_hostname; the client's "
-            "log on "
-            "stderr says which step failed"
+            "log on stderr says which step failed"
         )
     return native

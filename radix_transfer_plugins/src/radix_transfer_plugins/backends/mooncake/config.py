@@ -42,6 +42,8 @@ class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """
     wait_s: float | str = 30.0
     """How long a put waits for room in the segments before it raises StoreFullError."""
+    timeout_s: float | str = 10.0
+    """How long a call waits for a master that does not answer before it raises StoreUnavailableError."""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -63,6 +65,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """For the client's `setup`, all but the addresses of the master and of this machine."""
     key_prefix: str
     wait_s: float
+    timeout_s: float
 
     @classmethod
     def parse(cls, config: Mapping[str, object]) -> "MooncakeConfig":
@@ -111,7 +114,15 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
             setup=setup,
             key_prefix=check_prefix(options.key_prefix),
             wait_s=parse_seconds(options.wait_s, "wait_s"),
+            timeout_s=_timeout(options.timeout_s),
         )
+
+
+def _timeout(value: float | str) -> float:
+    timeout_s = parse_seconds(value, "timeout_s")
+    if not 0.01 <= timeout_s <= 3600:
+        raise ConfigError(f"timeout_s: expected 0.01 to 3600 seconds, got {value!r}")
+    return timeout_s
 
 
 def parse_address(text: str, name: str) -> Address:

@@ -7,8 +7,6 @@ from typing import NamedTuple
 from radix_transfer_plugins.backends.mooncake.config import Address
 from radix_transfer_plugins.errors import StoreUnavailableError
 
-_TIMEOUT_S = 10.0
-
 
 class Capacity(NamedTuple):
     used_bytes: int
@@ -19,8 +17,9 @@ class Capacity(NamedTuple):
 class MasterHttp:
     """Each call is one request; raises StoreUnavailableError."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, timeout_s: float) -> None:
         self.address = address
+        self._timeout_s = timeout_s
 
     def stored_keys(self) -> list[str]:
         """Stored spellings of all keys, of every user of this master."""
@@ -49,7 +48,7 @@ class MasterHttp:
             ) from error
 
     def _get(self, path: str) -> str:
-        connection = http.client.HTTPConnection(self.address.host, self.address.port, timeout=_TIMEOUT_S)
+        connection = http.client.HTTPConnection(self.address.host, self.address.port, timeout=self._timeout_s)
         try:
             connection.request("GET", path)
             response = connection.getresponse()
@@ -62,8 +61,7 @@ class MasterHttp:
         except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
             raise StoreUnavailableError(
                 f"mooncake: the master's HTTP server at {self.address} does not answer ({error}); listing "
-                "and statistics "
-                "need it. Start mooncake_master with --metrics_port and give its address as "
+                "and statistics need it. Start mooncake_master with --metrics_port and give its address as "
                 "metrics_server_address"
             ) from error
         finally:

@@ -9,6 +9,8 @@ NOT_FOUND = -704
 TRANSFER_FAILED = -800
 RPC_FAILED = -900
 RPC_TIMED_OUT = -901
+UNANSWERED = (RPC_FAILED, RPC_TIMED_OUT)
+"""The master is gone or stopped: to ask it again would only wait once more."""
 
 _MEANINGS = {
     -1: "internal error",
@@ -20,7 +22,7 @@ _MEANINGS = {
     -706: "object has a lease",
     TRANSFER_FAILED: "transfer failed: the process whose segment holds the bytes does not answer",
     RPC_FAILED: "the master does not answer",
-    RPC_TIMED_OUT: "the master did not answer in time",
+    RPC_TIMED_OUT: "the master did not answer within timeout_s; it may be stopped",
 }
 
 
@@ -31,6 +33,5 @@ def describe(status: int) -> str:
 def unavailable(operation: str, status: int, master: object) -> StoreUnavailableError:
     return StoreUnavailableError(
         f"mooncake: {operation} failed with {describe(status)}; master {master}. Check that mooncake_master "
-        "and the "
-        "processes that contribute segments run; a restarted master has forgotten what it held"
+        "and the processes that contribute segments run; a restarted master has forgotten what it held"
     )
