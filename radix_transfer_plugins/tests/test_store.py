@@ -104,24 +104,45 @@ def test_zero_rows_keep_their_shape_and_differ_from_not_stored(store):
 
 
 def test_codecs_follow_field_and_model(backend):
-    store = OutputStore(backend, codecs=token_output_codecs(num_experts=256, index_topk=4))
+    store = OutputStore(backend, codecs=token_output_codecs(num_experts=300, index_topk=4, vocab_size=3))
     topk = np.array([[[0, -1, -1, -1]], [[1, 0, -1, -1]]], np.int32)
     ids = np.arange(3, dtype=np.int32)
     (ref,) = store.put_many(
-        [TokenOutputStash(routed_experts=rows_of(2), indexer_topk=topk, sampling_mask_lengths=ids)]
+        [
+            TokenOutputStash(
+                routed_experts=rows_of(2),
+                indexer_topk=topk,
+                sampling_mask_lengths=ids,
+                sampling_mask_token_ids=ids,
+            )
+        ]
     )
     assert {name: spec.codec for name, spec in ref.fields.items()} == {
         "routed_experts": "narrow",
-        "indexer_topk": "positions",
+        "indexer_topk": "position_blocks",
         "sampling_mask_lengths": "raw",
+        "sampling_mask_token_ids": "deltas",
     }
-    # 256 experts leave no code of one byte for -1.
     assert ref.fields["routed_experts"].stored_bytes == 2 * rows_of(2).size
     reader = OutputStore(backend)
     (back,) = reader.read_many([(ref, list(ref.fields))], stash_type=TokenOutputStash, buffer_bytes=1000)
     assert np.array_equal(back.routed_experts, rows_of(2))
     assert np.array_equal(back.indexer_topk, np.array([[[0, -1, -1, -1]], [[0, 1, -1, -1]]]))
     assert token_output_codecs(num_experts=70_000) == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "codec"),
+    [
+        ({"num_experts": 255, "num_layers": 4}, "narrow"),
+        ({"num_experts": 128, "num_layers": 4, "dense_layers": [0]}, "experts"),
+        ({"num_experts": 256, "num_layers": 4}, "experts"),
+        ({"num_experts": 256}, "narrow"),
+        ({"num_experts": 257, "num_layers": 4, "dense_layers": [0]}, "narrow"),
+    ],
+)
+def test_experts_take_the_smallest_codec_that_their_model_allows(model, codec):
+    assert token_output_codecs(**model)["routed_experts"].name == codec
 
 
 @pytest.fixture

@@ -34,13 +34,38 @@ def num_indexer_positions(text_config: Any) -> int | None:
     return _first(text_config, ("index_topk",))
 
 
+def dense_layers(text_config: Any) -> frozenset[int]:
+    """Layers that never route, of a model that has experts in others; counted over all decoder layers.
+
+    By a list of layer types, by the number of dense layers at the start and the step after them (DeepSeek,
+    GLM), or by a list of dense layers and the step between sparse ones (Qwen).
+    """
+    num_layers = _first(text_config, ("num_hidden_layers",)) or 0
+    kinds = getattr(text_config, "mlp_layer_types", None)
+    if kinds is not None and len(kinds) >= num_layers:
+        return frozenset(layer for layer in range(num_layers) if kinds[layer] == "dense")
+    first_sparse = _first(text_config, ("first_k_dense_replace",)) or 0
+    every = _first(text_config, ("moe_layer_freq",)) or 1
+    sparse_step = _first(text_config, ("decoder_sparse_step",)) or 1
+    named = frozenset(getattr(text_config, "mlp_only_layers", None) or ())
+    return frozenset(
+        layer
+        for layer in range(num_layers)
+        if layer < first_sparse or layer % every or (layer + 1) % sparse_step or layer in named
+    )
+
+
 def store_codecs(text_config: Any) -> dict[str, Codec]:
     """Codecs by field of TokenOutputStash, for `OutputStore(codecs=...)`; absent fields are stored raw.
 
     `text_config`: the Hugging Face configuration of the decoder, as every engine holds it.
     """
     return token_output_codecs(
-        num_experts=num_routed_experts(text_config), index_topk=num_indexer_positions(text_config)
+        num_experts=num_routed_experts(text_config),
+        num_layers=_first(text_config, ("num_hidden_layers",)),
+        dense_layers=dense_layers(text_config),
+        index_topk=num_indexer_positions(text_config),
+        vocab_size=_first(text_config, ("vocab_size",)),
     )
 
 

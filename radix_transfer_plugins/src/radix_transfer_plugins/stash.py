@@ -1,11 +1,15 @@
 """What an engine hands to the store: one Struct of arrays for each response."""
 
+from collections.abc import Collection
+
 import msgspec
 import numpy as np
 
 from radix_transfer_plugins.codecs.base import Codec
+from radix_transfer_plugins.codecs.deltas import DeltasCodec
+from radix_transfer_plugins.codecs.experts import MAX_EXPERTS, MAX_LAYERS, ExpertsCodec
 from radix_transfer_plugins.codecs.narrow import MAX_IDS, NarrowCodec
-from radix_transfer_plugins.codecs.positions import PositionsCodec
+from radix_transfer_plugins.codecs.positions import PositionBlocksCodec
 
 
 class TokenOutputStash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, eq=False):
@@ -31,16 +35,32 @@ class TokenOutputStash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """`[sum(lengths)]` float32, log-probabilities along `sampling_mask_token_ids` (support mode only)."""
 
 
-def token_output_codecs(*, num_experts: int | None = None, index_topk: int | None = None) -> dict[str, Codec]:
+def token_output_codecs(
+    *,
+    num_experts: int | None = None,
+    num_layers: int | None = None,
+    dense_layers: Collection[int] = (),
+    index_topk: int | None = None,
+    vocab_size: int | None = None,
+) -> dict[str, Codec]:
     """Codecs for the fields of TokenOutputStash, for the writer of one model: `OutputStore(codecs=...)`.
 
     `num_experts`: routed experts a layer of the model (None: it has none); above 65535 they are stored raw.
+    `num_layers`: decoder layers of the model, and `dense_layers`: those that never route, whose rows hold -1
+    alone; without the former 256 experts take two bytes an id.
     `index_topk`: key positions that the model's sparse attention keeps (None: it has no indexer).
-    Fields without a codec are stored raw.
+    `vocab_size`: ids that sampling masks may hold. Fields without a codec are stored raw.
     """
     codecs: dict[str, Codec] = {}
     if num_experts is not None and num_experts <= MAX_IDS:
-        codecs["routed_experts"] = NarrowCodec(num_experts)
+        # Up to 255 experts a byte has room for -1 too.
+        needs_room = num_experts == MAX_EXPERTS or bool(dense_layers)
+        if needs_room and num_experts <= MAX_EXPERTS and num_layers is not None and num_layers <= MAX_LAYERS:
+            codecs["routed_experts"] = ExpertsCodec(num_experts, num_layers, frozenset(dense_layers))
+        else:
+            codecs["routed_experts"] = NarrowCodec(num_experts)
     if index_topk is not None:
-        codecs["indexer_topk"] = PositionsCodec()
+        codecs["indexer_topk"] = PositionBlocksCodec()
+    if vocab_size is not None:
+        codecs["sampling_mask_token_ids"] = DeltasCodec(vocab_size)
     return codecs

@@ -181,7 +181,7 @@ async def test_our_client_knows_what_the_server_can_and_reads_its_objects(
     )
     answer = await engine.generate(request)
     await engine.close()
-    _, stash = reader.take({"output_store_ref": answer.output_store_ref})
+    _, stash = reader.take({"output_store_ref": answer.output_store_ref.to_builtins()})
     expected = experts_of_full_forward(PROMPT + list(answer.output_ids))[:-1]
     np.testing.assert_array_equal(stash.routed_experts, expected)
     assert stash.sampling_mask_lengths.tolist() == [5] * 4
@@ -229,7 +229,7 @@ def test_indexer_rows_go_through_the_store(server: Any, reader: Any, test_plugin
     )
     assert not INLINE_KEYS & answer["meta_info"].keys()
     ref, stash = reader.take(answer["meta_info"])
-    assert ref.fields["indexer_topk"].codec == "positions"
+    assert ref.fields["indexer_topk"].codec == "position_blocks"
     np.testing.assert_array_equal(stash.indexer_topk, test_plugin.indexer_rows(35).numpy())
     assert stash.routed_experts is None
 

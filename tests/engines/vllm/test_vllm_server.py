@@ -62,7 +62,7 @@ def check_outputs(
     ref, stash = reader.take(choice)
     assert stash.routed_experts.dtype == np.int32
     np.testing.assert_array_equal(stash.routed_experts, experts(prompt + outputs)[:-1])
-    assert ref.fields["routed_experts"].codec == "narrow"
+    assert ref.fields["routed_experts"].codec == "experts"
     assert stash.sampling_mask_lengths.tolist() == [5] * len(outputs)
     supports = stash.sampling_mask_token_ids.reshape(-1, 5)
     assert all(token in support for token, support in zip(outputs, supports, strict=True))

@@ -46,7 +46,7 @@ async def test_stored_rows_equal_inline_rows(qwen3_moe, engine_of, prompt, reque
     assert inline.output_store_ref is None
     assert stored.outputs is None
     ref = stored.output_store_ref
-    assert ref.fields["routed_experts"].codec == "narrow"
+    assert ref.fields["routed_experts"].codec == "experts"
     assert ref.fields["routed_experts"].start_row == 4
     (stash,) = store.read_many([(ref, ["routed_experts"])], stash_type=TokenOutputStash, buffer_bytes=1 << 20)
     np.testing.assert_array_equal(stash.routed_experts, inline.outputs.routed_experts)
