@@ -193,8 +193,6 @@ async def serve(memory_store) -> AsyncIterator[Callable[..., Any]]:
             defaults = {
                 "model_path": "/models/held",
                 "served_model_name": "held",
-                "enable_return_routed_experts": True,
-                "output_store_backend": "memory" if with_store else None,
             }
             app = create_app(engine, _Tokenizer(), ServerSettings(**(defaults | settings)), writer=writer)
             server = HttpServer(app, drain_s=1)

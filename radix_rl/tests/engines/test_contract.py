@@ -79,8 +79,6 @@ async def served(engine: EmbeddedEngine, store: OutputStore) -> AsyncIterator[En
     settings = ServerSettings(
         model_path="/models/tiny",
         served_model_name="tiny",
-        enable_return_routed_experts=True,
-        output_store_backend="memory",
     )
     server = HttpServer(create_app(engine, NoTokenizer(), settings, writer=engine.writer), drain_s=1)
     sock = bind("127.0.0.1", 0)
@@ -147,6 +145,20 @@ async def send(engine: Engine, model: PreTrainedModel, version: str) -> None:
     for bucket in pack_buckets(model.named_parameters(), 1 << 14):
         await engine.update_weights(bucket)
     await engine.commit_weight_update(version)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 2000}, "context length of 1000"),
+        ({"return_indexer_topk": True}, "return_indexer_topk"),
+        ({"return_outputs_via_store": True}, "nothing to store was asked for"),
+    ],
+)
+async def test_what_can_never_be_answered_is_refused_before_anything_starts(engine, changes, message):
+    with pytest.raises(RequestError, match=message):
+        engine.check(ask(**changes))
+    engine.check(ask())
 
 
 async def test_tokens_and_rows_are_those_of_the_model_inline_and_stored(engine, make_model, store):

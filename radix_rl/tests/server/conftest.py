@@ -21,6 +21,7 @@ from radix_rl.config.output_store import OutputStoreConfig
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
 from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.engine import EmbeddedEngine
+from radix_rl.engines.embedded.schedule.limits import RequestLimits
 from radix_rl.errors import EngineDeadError, EngineStateError, RequestError
 from radix_rl.server.app import create_app
 from radix_rl.server.runner import HttpServer, bind
@@ -38,21 +39,13 @@ VOCAB = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.!?0123456789"
 EOS = len(VOCAB)
 
 
-class LetterTokenizer:
+def letter_tokenizer() -> PreTrainedTokenizerFast:
     """One token a letter; EOS is the last id."""
-
-    chat_template = "yes"
-
-    def encode(self, text: str) -> list[int]:
-        return [VOCAB.index(letter) for letter in text]
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True, **_: Any) -> str:
-        return "".join(
-            VOCAB[token] if token < EOS else ("" if skip_special_tokens else "<eos>") for token in token_ids
-        )
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        return self.encode(" ".join(message["content"] for message in messages))
+    letters = Tokenizer(models.BPE({letter: index for index, letter in enumerate(VOCAB)}, []))
+    letters.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<eos>")
+    fast.chat_template = "{% for message in messages %}{{ message.content }}{{ separator }}{% endfor %}"
+    return fast
 
 
 class LetterEngine(Engine):
@@ -65,6 +58,7 @@ class LetterEngine(Engine):
     def __init__(self, writer: OutputStoreWriter | None, backend: str | None) -> None:
         self.writer = writer
         self.backend = backend
+        self.routed_experts = True
         self.step_s = 0.0
         self.fail_with: Exception | None = None
         self.fail_ids: set[str] = set()
@@ -79,7 +73,7 @@ class LetterEngine(Engine):
     @property
     def capabilities(self) -> EngineCapabilities:
         return EngineCapabilities(
-            routed_experts=True,
+            routed_experts=self.routed_experts,
             indexer_topk=False,
             sampling_mask=True,
             output_store=self.backend,
@@ -87,6 +81,13 @@ class LetterEngine(Engine):
             sleep_tags=("weights", "kv_cache"),
             weight_transports=("memory",),
         )
+
+    def check(self, request: GenerateRequest) -> None:
+        super().check(request)
+        limits = RequestLimits(
+            vocab_size=EOS + 1, context_length=512, kv_cache_tokens=1 << 20, has_tokenizer=True
+        )
+        limits.check(request)
 
     async def start(self) -> EngineInfo:
         return await self.info()
@@ -256,7 +257,7 @@ class RunningServer:
 async def make_letters(config: dict[str, Any] | None) -> tuple[Engine, Any, OutputStoreWriter | None]:
     """Engine, tokenizer and writer; `config` is the memory backend's, None: no store."""
     writer = OutputStoreWriter(OutputStore(backend=create_backend("memory", config))) if config else None
-    return LetterEngine(writer, "memory" if config else None), LetterTokenizer(), writer
+    return LetterEngine(writer, "memory" if config else None), letter_tokenizer(), writer
 
 
 async def make_embedded(
@@ -303,7 +304,14 @@ async def make_embedded(
 
 
 @contextlib.contextmanager
-def _running(views: list[OutputStore], make: Any = make_letters, *, store: bool = True, **settings: Any):
+def _running(
+    views: list[OutputStore],
+    make: Any = make_letters,
+    *,
+    store: bool = True,
+    chat_template: str | None = None,
+    **settings: Any,
+):
     config = {"name": uuid.uuid4().hex, "key_prefix": "test/run"}
     view = OutputStore(backend=create_backend("memory", config))
     views.append(view)
@@ -314,11 +322,10 @@ def _running(views: list[OutputStore], make: Any = make_letters, *, store: bool 
 
     async def main() -> None:
         engine, tokenizer, writer = await make(config if store else None)
+        tokenizer.chat_template = chat_template or tokenizer.chat_template
         defaults = {
             "model_path": "/models/letters",
             "served_model_name": "letters",
-            "enable_return_routed_experts": True,
-            "output_store_backend": "memory" if store else None,
         }
         try:
             app = create_app(engine, tokenizer, ServerSettings(**(defaults | settings)), writer=writer)
@@ -397,11 +404,9 @@ class AsgiExchange:
         settings = ServerSettings(
             model_path="/models/letters",
             served_model_name="letters",
-            enable_return_routed_experts=True,
-            output_store_backend="memory",
         )
         engine = LetterEngine(self.writer, "memory")
-        self.app = create_app(engine, LetterTokenizer(), settings, writer=self.writer)
+        self.app = create_app(engine, letter_tokenizer(), settings, writer=self.writer)
 
     async def run(
         self, *, stream: bool, fail_at: int | None = None, leave_after: int | None = None

@@ -226,10 +226,10 @@ def test_samples_with_one_seed_get_seeds_of_their_own():
         {"input_ids": [1], "sampling_params": {"n": 3, "sampling_seed": 5, "max_new_tokens": None}}
     )
 
-    call = parse_generate(body.encode(), None, info)  # type: ignore[arg-type]
+    call = parse_generate(lambda: None, body.encode(), info)  # type: ignore[arg-type]
 
-    assert [item.request.sampling.seed for item in call.items] == [5, 6, 7]
-    assert {item.request.sampling.max_new_tokens for item in call.items} == {9}
+    assert [item.request.sampling.seed for item in call.items()] == [5, 6, 7]
+    assert {item.request.sampling.max_new_tokens for item in call.items()} == {9}
 
 
 async def test_a_client_that_reads_slowly_skips_partial_events(asgi_exchange):
@@ -300,7 +300,7 @@ def test_without_max_new_tokens_an_answer_gets_what_fits_the_cache():
     )  # fmt: skip
     body = {"input_ids": [1] * 5, "sampling_params": {"max_new_tokens": None}}
 
-    (item,) = parse_generate(json.dumps(body).encode(), None, info).items  # type: ignore[arg-type]
+    (item,) = parse_generate(lambda: None, json.dumps(body).encode(), info).items()  # type: ignore[arg-type]
 
     assert item.request.sampling.max_new_tokens == 60
 

@@ -9,9 +9,13 @@ import pytest
 from radix_transfer_plugins import StoreRef, TokenOutputStash
 
 
+def _client(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
 @pytest.fixture
 def client(server):
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+    with _client(server) as client:
         yield client
 
 
@@ -132,7 +136,7 @@ def test_routed_experts_without_meta_info_are_where_sglang_has_them(client):
     ("options", "message"),
     [
         ({"extra_body": {"return_output_via_store": True}}, "return_output_via_store"),
-        ({"extra_body": STORED | {"return_meta_info": False}}, "needs return_meta_info"),
+        ({"extra_body": {"return_sampling_mask": True}}, "needs return_meta_info"),
         ({"temperature": 9e99, "top_p": 3}, "top_p"),
         ({"max_tokens": 9999}, "context length of 512"),
         ({"response_format": {"type": "json_object"}}, "response_format: not supported"),
@@ -145,13 +149,12 @@ def test_bad_requests_are_openai_s_bad_request_error(client, options, message):
         _chat(client, **options)
 
 
-def test_a_failing_template_is_a_bad_request(client, server, monkeypatch):
-    def refuse(*_, **__):
-        raise ValueError("roles must alternate")
-
-    monkeypatch.setattr(server.tokenizer, "apply_chat_template", refuse)
-    with pytest.raises(openai.BadRequestError, match="roles must alternate"):
-        _chat(client)
+def test_a_failing_template_is_a_bad_request(run_server):
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    with run_server(chat_template=refusing) as server:
+        client = _client(server)
+        with pytest.raises(openai.BadRequestError, match="roles must alternate"):
+            _chat(client)
 
 
 def test_an_engine_that_fails_is_an_internal_server_error(server, client):

@@ -302,8 +302,6 @@ def _server_settings(
     return ServerSettings(
         model_path=setup.model_path,
         served_model_name=served_model_name,
-        enable_return_routed_experts=setup.enable_return_routed_experts,
-        output_store_backend=setup.output_store.backend if setup.output_store else None,
         device=setup.device,
         weight_update_timeout_s=weight_update_timeout_s,
         pause_lease_s=pause_lease_s,

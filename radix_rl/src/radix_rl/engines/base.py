@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from radix_rl.errors import EngineStateError
+from radix_rl.errors import EngineStateError, RequestError
 from radix_rl.types import GenerateOutput, GenerateRequest, PartialOutput
 
 if TYPE_CHECKING:
@@ -68,6 +68,14 @@ class Engine(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> EngineCapabilities: ...
+
+    def check(self, request: GenerateRequest) -> None:
+        """Refuse what this engine can never answer, before the request costs anything. Raises RequestError.
+
+        Starts and changes nothing; known after `start`. Here by what the engine says it can do; an engine
+        adds the limits that it knows of itself. `generate` of an engine in this process refuses the same.
+        """
+        check_outputs(request, self.capabilities)
 
     @abstractmethod
     async def start(self) -> EngineInfo:
@@ -139,3 +147,31 @@ class Engine(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Idempotent; ends what it started."""
+
+
+def check_outputs(request: GenerateRequest, can: EngineCapabilities) -> None:
+    """Refuse replay outputs that an engine of these capabilities cannot give. Raises RequestError."""
+    if request.return_routed_experts and not can.routed_experts:
+        raise RequestError(
+            "return_routed_experts: this engine does not capture routed experts; start it with "
+            "enable_return_routed_experts (--enable-return-routed-experts) and a model that has experts"
+        )
+    if request.return_indexer_topk and not can.indexer_topk:
+        raise RequestError(
+            "return_indexer_topk: this engine does not capture indexer top-k; start it with "
+            "enable_return_indexer_topk (--enable-return-indexer-topk) and a model that has sparse attention"
+        )
+    if request.return_sampling_mask and not can.sampling_mask:
+        raise RequestError("return_sampling_mask: this engine does not return sampling masks")
+    if not request.return_outputs_via_store:
+        return
+    if can.output_store is None:
+        raise RequestError(
+            "return_outputs_via_store: this engine has no output store; start it with one "
+            "(--output-store-backend NAME), or leave the flag out"
+        )
+    if not (request.return_routed_experts or request.return_indexer_topk or request.return_sampling_mask):
+        raise RequestError(
+            "return_outputs_via_store: nothing to store was asked for; ask for return_routed_experts, "
+            "return_indexer_topk or return_sampling_mask, or leave the flag out"
+        )

@@ -68,6 +68,11 @@ class EnginePool(Engine):
             ordered_admission=all(can.ordered_admission for can in each),
         )
 
+    def check(self, request: GenerateRequest) -> None:
+        """Any of the engines may get the request, so that all must be able to answer it."""
+        for engine in self.engines:
+            engine.check(request)
+
     async def start(self) -> EngineInfo:
         """Start all at once. Raises EngineError if they do not serve the same model."""
         infos = await asyncio.gather(*(engine.start() for engine in self.engines))

@@ -14,7 +14,7 @@ from radix_rl.server import control_routes, info_routes
 from radix_rl.server.auth import BearerAuth
 from radix_rl.server.generation import route as generate_route
 from radix_rl.server.generation.openai import routes as openai_routes
-from radix_rl.server.http import error_response
+from radix_rl.server.http import BodyLimit, error_response
 from radix_rl.server.settings import ServerSettings
 from radix_rl.server.state import ServerState
 from radix_rl.server.weights import routes as weight_routes
@@ -45,6 +45,9 @@ def create_app(
     app.add_exception_handler(RadixError, _on_error)
     app.add_exception_handler(OutputStoreError, _on_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_middleware(
+        BodyLimit, max_bytes=settings.max_body_bytes, exempt=frozenset({"/update_weights_from_tensor"})
+    )
     if settings.api_key is not None or settings.admin_api_key is not None:
         app.add_middleware(
             BearerAuth,

@@ -50,6 +50,7 @@ async def abort_request(request: Request) -> Response:
     """
     body = await read_body(request, AbortBody)
     state = state_of(request)
+    await state.all_started()
     if body.abort_all:
         await state.engine.abort(message=body.abort_message)
         return Response()

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radix_rl.errors import (
     EngineDeadError,
@@ -20,6 +22,49 @@ from radix_rl.errors import (
     WeightUpdateError,
 )
 from radix_transfer_plugins.errors import OutputStoreError, StoreFullError, StoreUnavailableError
+
+
+class BusyError(EngineError):
+    """Others take the server's time (HTTP 503)."""
+
+
+class BodyTooLargeError(RequestError):
+    """A body over the server's limit (HTTP 413)."""
+
+
+class BodyLimit:
+    """ASGI middleware that refuses bodies of more than `max_bytes`, but for `exempt` paths."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int, exempt: frozenset[str]) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._exempt = exempt
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].rstrip("/") in self._exempt:
+            await self._app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "0")
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            if length.isdecimal() and int(length) > self._max_bytes:
+                raise self._too_large(int(length))
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise self._too_large(num_bytes)
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _too_large(self, num_bytes: int) -> BodyTooLargeError:
+        return BodyTooLargeError(
+            f"the body has at least {num_bytes} bytes, over the {self._max_bytes} that this server takes; "
+            "send less at once, or start it with a larger --max-body-bytes"
+        )
+
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
@@ -51,14 +96,16 @@ def decode_object(data: bytes) -> dict[str, Any]:
 
 
 def status_of(error: BaseException) -> int:
-    """400: no retry can save the request; 409: the engine's state forbids it; 503: try again later or
+    """400, 413: no retry can save the request; 409: the engine's state forbids it; 503: try again later or
     elsewhere.
     """
+    if isinstance(error, BodyTooLargeError):
+        return 413
     if isinstance(error, RequestError | WeightUpdateError):
         return 400
     if isinstance(error, EngineStateError):
         return 409
-    if isinstance(error, EngineDeadError | StoreUnavailableError | StoreFullError):
+    if isinstance(error, EngineDeadError | BusyError | StoreUnavailableError | StoreFullError):
         return 503
     return 500
 

@@ -87,7 +87,7 @@ async def server_info(request: Request) -> Response:
             **state.settings.launch_arguments,
             "version": version("radix-rl"),
             "server": "radix-rl",
-            "enable_return_routed_experts": state.settings.enable_return_routed_experts,
+            "enable_return_routed_experts": state.engine.capabilities.routed_experts,
             "output_store": output_store_info(state),
             "capabilities": msgspec.to_builtins(state.engine.capabilities),
             "num_running_requests": len(state.running),
@@ -101,7 +101,7 @@ def output_store_info(state: ServerState) -> dict[str, Any]:
     """A client that will send `return_outputs_via_store` refuses a server whose block is missing or not
     enabled.
     """
-    backend = state.settings.output_store_backend
+    backend = state.engine.capabilities.output_store
     return {"enabled": backend is not None, "backend": backend, "ref_version": REF_VERSION}
 
 

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from radix_rl.addresses import bind_tcp, host_and_port
 from radix_rl.errors import ConfigurationError
 from radix_rl.server.generation.exchange import TRANSPORT
+from radix_rl.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=max(1, round(drain_s)),
         )
         super().__init__(config)
+        self._state: ServerState = app.state.server
         self.handles_signals = False
 
     def stop(self) -> None:
@@ -95,6 +97,7 @@ class HttpServer(uvicorn.Server):
             await serving
         finally:
             await self._end_tasks()
+            self._state.close()
 
     async def _end_tasks(self) -> None:
         """What outlived the drain was cancelled and still cleans up: engine requests end, objects are

@@ -1,8 +1,9 @@
 """`ServerState`: what the routes of one server share."""
 
-from collections.abc import Iterable, Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
@@ -12,7 +13,13 @@ from radix_rl.engines.base import Engine
 from radix_rl.errors import ConfigurationError, RequestError
 from radix_rl.server.metrics import ServerMetrics
 from radix_rl.server.settings import ServerSettings
-from radix_rl.types import GenerateRequest
+from radix_rl.server.side_process import SideProcesses
+
+T = TypeVar("T")
+
+_SHORT_BODY_BYTES = 32 * 1024
+"""Parsed and tokenized within milliseconds, less than it takes others to notice."""
+_SIDE_PROCESSES = 2
 
 
 class ServerState:
@@ -38,42 +45,36 @@ class ServerState:
         self.metrics = ServerMetrics(CollectorRegistry())
         self.running: set[str] = set()
         """Ids of engine requests that clients wait for."""
+        self._starting: set[asyncio.Future[None]] = set()
+        self._side_processes = SideProcesses(_SIDE_PROCESSES, tokenizer, settings.parse_timeout_s)
 
-    def check(self, requests: Iterable[GenerateRequest]) -> None:
-        """Refuse, before anything starts, what this server cannot answer: RequestError with the remedy."""
-        can = self.engine.capabilities
-        for request in requests:
-            if request.return_routed_experts and not (
-                self.settings.enable_return_routed_experts and can.routed_experts
-            ):
-                raise RequestError(
-                    "return_routed_experts: this server does not capture routed experts; start it with "
-                    "--enable-return-routed-experts (and a model that has experts)"
-                )
-            if request.return_indexer_topk and not can.indexer_topk:
-                raise RequestError(
-                    "return_indexer_topk: this server does not capture indexer top-k; start it with "
-                    "--enable-return-indexer-topk (and a model that has sparse attention)"
-                )
-            if request.return_sampling_mask and not can.sampling_mask:
-                raise RequestError(
-                    "return_sampling_mask: this server's engine does not return sampling masks"
-                )
-            if request.return_outputs_via_store:
-                self._check_opt_in(request)
+    async def parse(self, function: Callable[..., T], data: bytes, *, apart: bool = False) -> T:
+        """`function(tokenizer, data, info)`, which makes a call of a body; in a side process if the body is
+        long or `apart`.
+        """
+        info = await self.engine.info()
+        if apart or len(data) > _SHORT_BODY_BYTES:
+            return await self._side_processes.run(function, data, info)
+        return function(lambda: self.tokenizer, data, info)
 
-    def _check_opt_in(self, request: GenerateRequest) -> None:
-        if self.settings.output_store_backend is None:
-            raise RequestError(
-                "return_outputs_via_store: this server has no output store; start it with "
-                "--output-store-backend NAME "
-                "(and --output-store-backend-extra-config JSON)"
-            )
-        if not (request.return_routed_experts or request.return_indexer_topk or request.return_sampling_mask):
-            raise RequestError(
-                "return_outputs_via_store: nothing to store was asked for; ask for return_routed_experts, "
-                "return_indexer_topk or return_sampling_mask, or leave the flag out"
-            )
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Around the time in which the requests of one call are started, see `all_started`."""
+        started = asyncio.get_running_loop().create_future()
+        self._starting.add(started)
+        try:
+            yield
+        finally:
+            self._starting.discard(started)
+            started.set_result(None)
+
+    async def all_started(self) -> None:
+        """Returns when the engine knows every request of the calls that are being started now.
+
+        An abort that came before would miss those of a large call that are still to come.
+        """
+        if self._starting:
+            await asyncio.wait(self._starting)
 
     @contextmanager
     def registered(self, request_id: str) -> Iterator[None]:
@@ -89,6 +90,10 @@ class ServerState:
     def running_ids(self, rid: str) -> list[str]:
         """Engine requests of one client's `rid`: the id itself, or those of its batch or samples."""
         return [name for name in self.running if name == rid or name.startswith(f"{rid}_")]
+
+    def close(self) -> None:
+        """End what the server started. Idempotent."""
+        self._side_processes.close()
 
 
 def state_of(request: Request) -> ServerState:

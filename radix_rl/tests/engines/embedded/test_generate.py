@@ -169,8 +169,8 @@ async def test_small_cache_serves_everyone_in_order_of_arrival(qwen3_moe, engine
         ({"top_k": 0}, "top_k"),
         ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens"),
         ({"stop": ("x",)}, "no tokenizer"),
-        ({"routed_experts_start_len": 13}, "0 to the 12 prompt tokens, got 13"),
-        ({"return_outputs_via_store": True}, "without an output store"),
+        ({"routed_experts_start_len": 13}, r"0 to 12 \(the prompt's tokens\), got 13"),
+        ({"return_outputs_via_store": True}, "has no output store"),
         ({"return_indexer_topk": True}, "enable_return_indexer_topk"),
     ],
 )

@@ -102,8 +102,6 @@ class EmbeddedEngine(Engine):
             vocab_size=core.runner.vocab_size,
             context_length=core.runner.loaded.context_length,
             kv_cache_tokens=self.config.kv_cache_tokens,
-            captured_fields=frozenset(core.runner.captures),
-            has_store=self._writer is not None,
             has_tokenizer=self.tokenizer is not None,
         )
         self._core = core
@@ -114,6 +112,12 @@ class EmbeddedEngine(Engine):
 
     async def _connect_writer(self) -> None:
         self._writer = await asyncio.to_thread(build_writer, self.config, self._model)
+
+    def check(self, request: GenerateRequest) -> None:
+        super().check(request)
+        if self._limits is None:
+            raise EngineStateError("the engine was not started")
+        self._limits.check(request)
 
     async def info(self) -> EngineInfo:
         """Answers at once, also while a step runs."""
@@ -185,9 +189,7 @@ class EmbeddedEngine(Engine):
         done: "asyncio.Future[Sequence]",
         on_tokens: Callable[[Sequence], None] | None,
     ) -> Sequence:
-        if self._limits is None:
-            raise EngineStateError("the engine was not started")
-        self._limits.check(request)
+        self.check(request)
         loop = asyncio.get_running_loop()
 
         def resolve(sequence: Sequence) -> None:

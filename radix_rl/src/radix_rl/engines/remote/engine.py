@@ -78,6 +78,8 @@ class RemoteEngine(Engine):
         self._capabilities: EngineCapabilities | None = None
         self._weights: RemoteWeights | None = None
         self._shapes: TokenShapes = {}
+        self._context_length = 0
+        """0: the server does not tell."""
         self._is_paused = False
         self._in_background: set[asyncio.Task[None]] = set()
 
@@ -114,6 +116,7 @@ class RemoteEngine(Engine):
         self._weights = RemoteWeights(self._http, server)
         self._check_store(server)
         info = await self.info()
+        self._context_length = info.context_length
         if info.num_layers and info.experts_per_token:
             self._shapes["routed_experts"] = (info.num_layers, info.experts_per_token)
         return info
@@ -134,6 +137,17 @@ class RemoteEngine(Engine):
             )
         except (KeyError, TypeError) as error:
             raise EngineError(f"{self.base_url}/model_info is not of SGLang's shape: {error!r}") from error
+
+    def check(self, request: GenerateRequest) -> None:
+        """By what the server told when `start` asked it; its own limits it checks itself."""
+        super().check(request)
+        needed = len(request.input_ids) + request.sampling.max_new_tokens
+        if self._context_length and needed > self._context_length:
+            raise RequestError(
+                f"{len(request.input_ids)} prompt tokens and "
+                f"max_new_tokens={request.sampling.max_new_tokens} make {needed}, over the context length "
+                f"of {self._context_length} of {self.base_url}"
+            )
 
     async def generate(self, request: GenerateRequest) -> GenerateOutput:
         """Connection errors and 5xx are tried again under a new server-side id until the deadline."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from radix_rl.server.generation.body import Item, Tokenizer
+from radix_rl.server.items import Item, Tokenizer
 from radix_rl.types import FinishReason, GenerateOutput, PartialOutput, VersionSpan
 from radix_transfer_plugins import TokenOutputStash
 

@@ -5,26 +5,27 @@ refused with any other; names that nobody knows are refused. Silence would hide 
 `return_outputs_via_store`.
 """
 
-import uuid
-from typing import Any, Literal, Protocol, TypeVar
+from array import array
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from radix_rl.engines.base import EngineInfo
 from radix_rl.errors import RequestError
-from radix_rl.server.generation.sampling import (
-    ParsedSampling,
-    TextOptions,
-    parse_sampling,
-    refuse_unsupported,
-)
+from radix_rl.server.generation.sampling import ParsedSampling, parse_sampling, refuse_unsupported
 from radix_rl.server.http import BodyError, decode_object
-from radix_rl.types import GenerateRequest
+from radix_rl.server.items import GenerateCall, Prompt, Tokenizer
+from radix_rl.types import GenerateRequest, SamplingParams
 
 T = TypeVar("T")
 
-_MAX_SEQUENCES = 65536
-"""Of one call: more would keep every other client waiting while they are only laid out."""
+MAX_SEQUENCES = 65536
+"""Of one call."""
+
+_TokenId = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""Whether the model knows it is the engine's matter."""
 
 _NO = (None, False)
 _NONE = (None, [], {})
@@ -95,21 +96,11 @@ _WITHOUT_EFFECT = frozenset(
 """Names of SGLang about logging and routing between servers: they change no answer and are ignored."""
 
 
-class Tokenizer(Protocol):
-    """What the server uses of a Hugging Face tokenizer."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, token_ids: Any, **options: Any) -> str: ...
-
-    def convert_ids_to_tokens(self, token_id: int) -> str: ...
-
-
 class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rid: str | list[str] | None = None
     session_id: str | None = None
     text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+    input_ids: list[_TokenId | list[_TokenId]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
@@ -126,51 +117,23 @@ class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
 
 
-class Item(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine request, and how its answer is rendered."""
+def parse_generate(tokenizer: Callable[[], Tokenizer], data: bytes, info: EngineInfo) -> GenerateCall:
+    """The call that a body of `/generate` is. `tokenizer` is asked for where there is text.
 
-    request: GenerateRequest
-    text: TextOptions
-    samples: int = 1
-    """How many items share this one's prompt, one after the other."""
-    return_logprob: bool = False
-    return_text_in_logprobs: bool = False
-    return_prompt_token_ids: bool = False
-
-
-class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
-    items: list[Item]
-    is_single: bool
-    """The answer is one object, not a list."""
-    stream: bool
-
-
-def parse_generate(data: bytes, tokenizer: Tokenizer, info: EngineInfo) -> GenerateCall:
-    """Raises RequestError, with the path of what is wrong, before anything is started."""
+    Raises RequestError with the path of what is wrong.
+    """
     return build_call(decode_object(data), tokenizer, info)
 
 
-def build_call(raw: dict[str, Any], tokenizer: Tokenizer, info: EngineInfo) -> GenerateCall:
-    """From a parsed `/generate` body; the OpenAI routes translate theirs into one."""
+def build_call(raw: dict[str, Any], tokenizer: Callable[[], Tokenizer], info: EngineInfo) -> GenerateCall:
+    """From a decoded `/generate` body; the OpenAI routes translate theirs into one."""
     body = _checked(raw)
-    prompts, is_single = _prompts(body, tokenizer)
-    num_prompts = len(prompts)
+    num_prompts, is_list = _count_prompts(body)
     sampling = [
-        parse_sampling(raw, info.vocab_size)
-        for raw in _spread(body.sampling_params, num_prompts, None, "sampling_params")
+        parse_sampling(raw) for raw in _spread(body.sampling_params, num_prompts, None, "sampling_params")
     ]
-    counts = {parsed.n for parsed in sampling}
-    if len(counts) > 1:
-        raise RequestError(
-            f"sampling_params.n: expected the same number for the whole batch, got {sorted(counts)}"
-        )
-    (n,) = counts
-    if num_prompts * n > _MAX_SEQUENCES:
-        raise RequestError(
-            f"expected at most {_MAX_SEQUENCES} sequences in one call, got {num_prompts} prompts x n = {n}; "
-            "split it"
-        )
-    request_ids = _request_ids(body.rid, num_prompts, n, is_single)
+    samples = _samples(sampling, num_prompts)
+    _check_rid(body.rid, num_prompts)
     return_logprob = _spread(body.return_logprob, num_prompts, False, "return_logprob")
     mask = _spread(body.return_sampling_mask, num_prompts, False, "return_sampling_mask")
     mode = _spread(body.sampling_logprobs_mode, num_prompts, None, "sampling_logprobs_mode")
@@ -180,27 +143,40 @@ def build_call(raw: dict[str, Any], tokenizer: Tokenizer, info: EngineInfo) -> G
                 f"logprob_start_len: log-probabilities of prompt tokens are not supported, got {start!r}; "
                 "leave it out or give -1"
             )
-    items = []
-    for index, prompt in enumerate(prompts):
-        for sample in range(n):
-            request = _request(body, prompt, sampling[index], info, sample)
-            request = msgspec.structs.replace(
-                request,
-                request_id=request_ids[index * n + sample],
+    common = GenerateRequest(
+        request_id="",
+        input_ids=(),
+        return_routed_experts=bool(body.return_routed_experts),
+        routed_experts_start_len=(body.routed_experts_start_len or 0)
+        if body.return_routed_experts or body.return_indexer_topk
+        else 0,
+        return_indexer_topk=bool(body.return_indexer_topk),
+        return_outputs_via_store=bool(body.return_outputs_via_store),
+        session_id=body.session_id,
+    )
+    prompts = [
+        Prompt(
+            token_ids=token_ids,
+            request=msgspec.structs.replace(
+                common,
+                sampling=_sampling(sampling[index], len(token_ids), info),
                 return_sampling_mask=mask[index],
                 sampling_logprobs_mode=mode[index] or "selected",
-            )
-            items.append(
-                Item(
-                    request=request,
-                    text=sampling[index].text,
-                    samples=n,
-                    return_logprob=return_logprob[index],
-                    return_text_in_logprobs=bool(body.return_text_in_logprobs),
-                    return_prompt_token_ids=bool(body.return_prompt_token_ids),
-                )
-            )
-    return GenerateCall(items=items, is_single=is_single and n == 1, stream=bool(body.stream))
+            ),
+            text=sampling[index].text,
+            return_logprob=return_logprob[index],
+        )
+        for index, token_ids in enumerate(_token_ids(body, tokenizer, info))
+    ]
+    return GenerateCall(
+        prompts=prompts,
+        samples=samples,
+        stream=bool(body.stream),
+        is_list=is_list,
+        rid=body.rid,
+        return_text_in_logprobs=bool(body.return_text_in_logprobs),
+        return_prompt_token_ids=bool(body.return_prompt_token_ids),
+    )
 
 
 def _checked(raw: dict[str, Any]) -> _Body:
@@ -211,88 +187,97 @@ def _checked(raw: dict[str, Any]) -> _Body:
         raise BodyError(f"{error}; known fields: {', '.join(_Body.__struct_fields__)}") from error
 
 
-def _prompts(body: _Body, tokenizer: Tokenizer) -> tuple[list[list[int]], bool]:
+def _count_prompts(body: _Body) -> tuple[int, bool]:
+    """How many prompts there are, and whether they came as a list. No prompt is looked at."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("expected exactly one of text and input_ids")
     if body.text is not None:
-        is_single = isinstance(body.text, str)
-        texts = [body.text] if isinstance(body.text, str) else body.text
-        prompts = [list(tokenizer.encode(text)) for text in texts]
-    else:
-        ids = body.input_ids or []
-        is_single = bool(ids) and isinstance(ids[0], int)
-        prompts = [ids] if is_single else ids
-        if any(isinstance(item, list) == is_single for item in ids):
-            raise RequestError(
-                "input_ids: expected a list of token ids or a list of such lists, got a mixture"
-            )
-    if not prompts:
+        return (1, False) if isinstance(body.text, str) else (_at_least_one(len(body.text)), True)
+    ids = body.input_ids or []
+    is_list = not (ids and isinstance(ids[0], int))
+    if any(isinstance(item, list) != is_list for item in ids):
+        raise RequestError("input_ids: expected a list of token ids or a list of such lists, got a mixture")
+    return (_at_least_one(len(ids)), True) if is_list else (1, False)
+
+
+def _at_least_one(count: int) -> int:
+    if not count:
         raise RequestError("expected at least one prompt, got an empty list")
+    if count > MAX_SEQUENCES:
+        raise RequestError(f"expected at most {MAX_SEQUENCES} prompts in one call, got {count}; split it")
+    return count
+
+
+def _samples(sampling: list[ParsedSampling], num_prompts: int) -> int:
+    counts = {parsed.n for parsed in sampling}
+    if len(counts) > 1:
+        raise RequestError(
+            f"sampling_params.n: expected the same number for the whole batch, got {sorted(counts)}"
+        )
+    (samples,) = counts
+    if num_prompts * samples > MAX_SEQUENCES:
+        raise RequestError(
+            f"expected at most {MAX_SEQUENCES} sequences in one call, got {num_prompts} prompts x n = "
+            f"{samples}; split it"
+        )
+    return samples
+
+
+def _token_ids(body: _Body, tokenizer: Callable[[], Tokenizer], info: EngineInfo) -> Iterator[array]:
+    """Of each prompt. One that is longer than any prompt may be is refused before it is tokenized."""
+    prompts: Any = body.input_ids if body.text is None else body.text
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        prompts = [prompts]
     for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            check_text_length(prompt, tokenizer(), info)
+            prompt = tokenizer().encode(prompt)
         if not prompt:
             raise RequestError(f"prompt {index} has no tokens; at least one is needed")
-    return prompts, is_single  # type: ignore[return-value]
+        if len(prompt) > (info.context_length or len(prompt)):
+            raise RequestError(
+                f"prompt {index} has {len(prompt)} tokens, more than the context length of "
+                f"{info.context_length}; shorten it"
+            )
+        yield array("q", prompt)
 
 
-def _request(
-    body: _Body, prompt: list[int], sampling: ParsedSampling, info: EngineInfo, sample: int
-) -> GenerateRequest:
-    if min(prompt) < 0 or max(prompt) >= info.vocab_size:
+def check_text_length(text: str, tokenizer: Tokenizer, info: EngineInfo) -> None:
+    """Refuse text that cannot fit whatever its tokens are, before they are made. Raises RequestError."""
+    if len(text) <= info.context_length or not info.context_length:
+        return
+    limit = info.context_length * longest_token(tokenizer)
+    if len(text) > limit:
         raise RequestError(
-            f"input_ids: expected ids in [0, {info.vocab_size}), got {min(prompt)} to {max(prompt)}"
+            f"the text has {len(text)} characters, more than the {limit} that a context length of "
+            f"{info.context_length} tokens can hold; shorten it"
         )
-    room = info.context_length - len(prompt)
-    params = sampling.params
-    if sampling.unlimited:
-        fitting = min(info.context_length, info.max_request_tokens or info.context_length) - len(prompt)
-        longest = max(fitting, 0)
-        shortest = min(params.min_new_tokens, longest)
-        params = msgspec.structs.replace(params, max_new_tokens=longest, min_new_tokens=shortest)
-    if room < 0:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens, more than the context length of {info.context_length}; "
-            "shorten it"
-        )
-    if params.max_new_tokens > room:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}, "
-            f"together more than the "
-            f"context length of {info.context_length}; shorten the prompt or lower max_new_tokens"
-        )
-    if sample and params.seed is not None:
-        # Samples of one prompt with one seed would all be the same.
-        params = msgspec.structs.replace(params, seed=params.seed + sample)
-    start = body.routed_experts_start_len or 0
-    if not 0 <= start <= len(prompt):
-        raise RequestError(
-            f"routed_experts_start_len: expected 0 to {len(prompt)} (the prompt's tokens), got {start}"
-        )
-    return GenerateRequest(
-        request_id="",
-        input_ids=tuple(prompt),
-        sampling=params,
-        return_routed_experts=bool(body.return_routed_experts),
-        routed_experts_start_len=start if body.return_routed_experts or body.return_indexer_topk else 0,
-        return_indexer_topk=bool(body.return_indexer_topk),
-        return_outputs_via_store=bool(body.return_outputs_via_store),
-        session_id=body.session_id,
-    )
 
 
-def _request_ids(rid: str | list[str] | None, num_prompts: int, n: int, is_single: bool) -> list[str]:
-    """Single: as given. A text for several: `<rid>_<index>`. A list: one a prompt, and `<rid>_<sample>` when
-    n > 1.
-    """
-    total = num_prompts * n
-    if rid is None:
-        return [uuid.uuid4().hex for _ in range(total)]
-    if isinstance(rid, str):
-        return [rid] if is_single and n == 1 else [f"{rid}_{index}" for index in range(total)]
+@lru_cache(maxsize=4)
+def longest_token(tokenizer: Tokenizer) -> int:
+    """Characters of the longest entry of the vocabulary."""
+    return max((len(piece) for piece in tokenizer.get_vocab()), default=1)
+
+
+def _sampling(parsed: ParsedSampling, num_tokens: int, info: EngineInfo) -> SamplingParams:
+    """Without a limit on the new tokens: as many as there is room for."""
+    params = parsed.params
+    if not parsed.unlimited:
+        return params
+    fitting = min(info.context_length, info.max_request_tokens or info.context_length) - num_tokens
+    longest = max(fitting, 0)
+    shortest = min(params.min_new_tokens, longest)
+    return msgspec.structs.replace(params, max_new_tokens=longest, min_new_tokens=shortest)
+
+
+def _check_rid(rid: str | list[str] | None, num_prompts: int) -> None:
+    if not isinstance(rid, list):
+        return
     if len(rid) != num_prompts:
         raise RequestError(f"rid: expected {num_prompts} ids, one a prompt, got {len(rid)}")
     if len(set(rid)) != len(rid):
         raise RequestError("rid: expected ids that differ, got one twice")
-    return list(rid) if n == 1 else [f"{name}_{sample}" for name in rid for sample in range(n)]
 
 
 def _spread(value: T | list[T] | None, count: int, default: Any, name: str) -> list[Any]:

@@ -6,11 +6,12 @@ not delivered.
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -18,9 +19,9 @@ from starlette.types import Receive, Scope, Send
 
 from radix_engine_plugins.handover import Owned
 from radix_rl.concurrency import cancel_and_wait
-from radix_rl.errors import EngineDeadError
-from radix_rl.server.generation.body import Item
+from radix_rl.errors import EngineDeadError, RequestError
 from radix_rl.server.http import error_body, error_response, is_expected, sse, status_of
+from radix_rl.server.items import GenerateCall, Item
 from radix_rl.server.state import ServerState
 from radix_rl.types import GenerateOutput, PartialOutput
 
@@ -30,6 +31,9 @@ _Shown = PartialOutput | GenerateOutput | None
 """What an engine request showed; None: it ended with an exception."""
 
 _MAX_BEHIND = 16
+
+_AT_ONCE = 32
+"""Items that are started or ended before the event loop turns to others."""
 
 TRANSPORT = "radix_rl.transport"
 """Key of the ASGI scope under which a server may give the connection's asyncio transport."""
@@ -44,16 +48,20 @@ class Renderer(ABC):
     openai: bool
 
     @abstractmethod
-    def answer(self, outputs: Sequence[GenerateOutput], start_s: float) -> bytes:
-        """The whole body, outputs in the order of the items."""
+    def part(self, item: Item, output: GenerateOutput, start_s: float) -> bytes:
+        """One item of a whole answer, as JSON."""
 
     @abstractmethod
-    def partial(self, index: int, output: PartialOutput) -> bytes:
-        """Server-sent events for item `index` while it grows. May be empty."""
+    def answer(self, parts: Sequence[bytes]) -> bytes:
+        """The whole body, from the parts in the order of the items."""
 
     @abstractmethod
-    def finish(self, index: int, output: GenerateOutput, start_s: float) -> bytes:
-        """Events for item `index` at its end."""
+    def partial(self, item: Item, output: PartialOutput) -> bytes:
+        """Server-sent events for an item while it grows. May be empty."""
+
+    @abstractmethod
+    def finish(self, item: Item, output: GenerateOutput, start_s: float) -> bytes:
+        """Events for an item at its end."""
 
     @abstractmethod
     def end(self) -> bytes:
@@ -70,31 +78,68 @@ class _News:
     up in memory."""
 
     def __init__(self) -> None:
-        self._order: asyncio.Queue[int] = asyncio.Queue()
+        self._order: asyncio.Queue[Item] = asyncio.Queue()
         self._shown: defaultdict[int, deque[_Shown]] = defaultdict(deque)
 
-    def put(self, index: int, shown: _Shown) -> None:
-        waiting = self._shown[index]
+    def put(self, item: Item, shown: _Shown) -> None:
+        waiting = self._shown[item.index]
         if len(waiting) == _MAX_BEHIND:
             waiting[-1] = shown
         else:
             waiting.append(shown)
-            self._order.put_nowait(index)
+            self._order.put_nowait(item)
 
-    async def get(self) -> tuple[int, _Shown]:
-        index = await self._order.get()
-        return index, self._shown[index].popleft()
+    async def get(self) -> tuple[Item, _Shown]:
+        item = await self._order.get()
+        return item, self._shown[item.index].popleft()
+
+
+class _Tasks:
+    """The running items of one call."""
+
+    def __init__(self) -> None:
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when all have ended, or with the first error."""
+        self._running: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def add(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._on_end)
+
+    def close(self) -> None:
+        """No more are added."""
+        self._closed = True
+        self._settle(None)
+
+    async def cancel(self) -> None:
+        """End them all and wait for it, a few at a time. Errors are those of `finished`."""
+        if not self.finished.cancel() and not self.finished.cancelled():
+            # Whoever ends them may have an error of its own to raise.
+            self.finished.exception()
+        while self._running:
+            await cancel_and_wait(itertools.islice(self._running, _AT_ONCE))
+
+    def _on_end(self, task: "asyncio.Task[None]") -> None:
+        self._running.discard(task)
+        self._settle(None if task.cancelled() else task.exception())
+
+    def _settle(self, error: BaseException | None) -> None:
+        if self.finished.done():
+            return
+        if error is not None:
+            self.finished.set_exception(error)
+        elif self._closed and not self._running:
+            self.finished.set_result(None)
 
 
 class Exchange(Response):
-    def __init__(self, state: ServerState, items: list[Item], renderer: Renderer, *, stream: bool) -> None:
-        """Raises RequestError for what this server cannot answer; nothing is started."""
+    def __init__(self, state: ServerState, call: GenerateCall, renderer: Renderer) -> None:
         super().__init__()
-        state.check(item.request for item in items)
         self._state = state
-        self._items = items
+        self._call = call
         self._renderer = renderer
-        self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._start_s, self._started = send, time.perf_counter(), False
@@ -102,60 +147,90 @@ class Exchange(Response):
         self._transport: asyncio.Transport | None = scope.get(TRANSPORT)
         self._gone = asyncio.create_task(_until_disconnected(receive))
         metrics = self._state.metrics
-        metrics.running.inc(len(self._items))
+        metrics.running.inc(self._call.num_items)
         try:
-            await (self._send_stream() if self._stream else self._send_answer())
+            await self._check()
+            await (self._send_stream() if self._call.stream else self._send_answer())
             metrics.requests.labels("answered").inc()
         except _ClientGoneError:
             metrics.requests.labels("disconnected").inc()
-            logger.info("client left before its answer: %s", self._items[0].request.request_id)
+            logger.info("client left before its answer: %s", self._call.name)
         except Exception as error:
             metrics.requests.labels("refused" if status_of(error) < 500 else "failed").inc()
             if not is_expected(error):
-                logger.exception("request %s failed", self._items[0].request.request_id)
+                logger.exception("request %s failed", self._call.name)
             await self._send_error(error, scope, receive)
         except asyncio.CancelledError:
             metrics.requests.labels("failed").inc()
             await self._break_off(scope, receive)
         finally:
-            metrics.running.dec(len(self._items))
+            metrics.running.dec(self._call.num_items)
             metrics.seconds.observe(time.perf_counter() - self._start_s)
             self._gone.cancel()
             self._owned.close()
 
+    async def _check(self) -> None:
+        """Refuse, before anything starts, what the engine cannot answer."""
+        for count, item in enumerate(self._call.items(samples=1)):
+            try:
+                self._state.engine.check(item.request)
+            except RequestError as error:
+                if not self._call.is_list:
+                    raise
+                raise RequestError(f"prompt {count}: {error}") from error
+            # Long prompts take their time; short ones come in crowds.
+            await asyncio.sleep(0)
+
     async def _send_answer(self) -> None:
-        tasks = [asyncio.create_task(self._generate(item)) for item in self._items]
+        parts, keys = [b""] * self._call.num_items, list[str]()
+
+        async def generate(item: Item) -> None:
+            output = await self._generate(item)
+            parts[item.index] = self._renderer.part(item, output, self._start_s)
+            keys.extend(_keys(output))
+
+        tasks = _Tasks()
         try:
-            await self._or_gone(asyncio.ensure_future(_all(tasks)))
+            await self._or_gone(asyncio.ensure_future(self._start_all(tasks, generate)))
+            await self._or_gone(tasks.finished)
         finally:
-            await cancel_and_wait(tasks)
-        outputs = [task.result() for task in tasks]
-        body = self._renderer.answer(outputs, self._start_s)
+            await tasks.cancel()
+        body = self._renderer.answer(parts)
         await self._start_response("application/json", len(body))
-        await self._deliver(body, outputs, more_body=False)
+        await self._deliver(body, keys, more_body=False)
 
     async def _send_stream(self) -> None:
-        news = _News()
-        tasks = [asyncio.create_task(self._pump(index, item, news)) for index, item in enumerate(self._items)]
-        unfinished = len(tasks)
+        news, tasks = _News(), _Tasks()
+        unfinished = self._call.num_items
+        starting = asyncio.ensure_future(self._start_all(tasks, lambda item: self._pump(item, news)))
         try:
             while unfinished:
-                index, output = await self._or_gone(asyncio.ensure_future(news.get()))
+                item, output = await self._or_gone(asyncio.ensure_future(news.get()))
                 if output is None:
-                    # The pump ended with an exception, which this raises.
-                    await tasks[index]
+                    # A pump ended with an exception, which this raises.
+                    await tasks.finished
                     continue
                 if not self._started:
                     await self._start_response("text/event-stream; charset=utf-8", None)
                 if isinstance(output, GenerateOutput):
                     unfinished -= 1
-                    events = self._renderer.finish(index, output, self._start_s)
-                    await self._deliver(events, [output], more_body=True)
-                elif events := self._renderer.partial(index, output):
+                    events = self._renderer.finish(item, output, self._start_s)
+                    await self._deliver(events, _keys(output), more_body=True)
+                elif events := self._renderer.partial(item, output):
                     await self._send({"type": "http.response.body", "body": events, "more_body": True})
         finally:
-            await cancel_and_wait(tasks)
+            starting.cancel()
+            await tasks.cancel()
         await self._send({"type": "http.response.body", "body": self._renderer.end(), "more_body": False})
+
+    async def _start_all(self, tasks: "_Tasks", work: Callable[[Item], Coroutine[Any, Any, None]]) -> None:
+        """A few at a time: what others wait for comes between."""
+        with self._state.starting():
+            for item in self._call.items():
+                tasks.add(work(item))
+                if item.index % _AT_ONCE == _AT_ONCE - 1:
+                    await asyncio.sleep(0)
+        tasks.close()
 
     async def _generate(self, item: Item) -> GenerateOutput:
         with self._state.registered(item.request.request_id):
@@ -164,15 +239,15 @@ class Exchange(Response):
             self._take(output)
             return output
 
-    async def _pump(self, index: int, item: Item, news: "_News") -> None:
+    async def _pump(self, item: Item, news: "_News") -> None:
         try:
             with self._state.registered(item.request.request_id):
                 async for output in self._state.engine.stream(item.request):
                     if isinstance(output, GenerateOutput):
                         self._take(output)
-                    news.put(index, output)
+                    news.put(item, output)
         except BaseException:
-            news.put(index, None)
+            news.put(item, None)
             raise
 
     def _take(self, output: GenerateOutput) -> None:
@@ -209,14 +284,13 @@ class Exchange(Response):
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self._started = True
 
-    async def _deliver(self, data: bytes, outputs: Sequence[GenerateOutput], *, more_body: bool) -> None:
-        """Send `data`; with its tail the client becomes the owner of the objects it refers to.
+    async def _deliver(self, data: bytes, keys: Sequence[str], *, more_body: bool) -> None:
+        """Send `data`; with its tail the client becomes the owner of the objects with these keys.
 
         A client without the tail has no whole JSON and so no reference: if it leaves before, deleting is
         safe. Once the tail went to the transport, nobody here can know whether it was read, so nothing is
         deleted any more.
         """
-        keys = [output.output_store_ref.key for output in outputs if output.output_store_ref is not None]
         if any(key in self._owned for key in keys):
             await self._send({"type": "http.response.body", "body": data[:-_TAIL_BYTES], "more_body": True})
             # Returns when the transport has passed on everything before, or has lost the connection.
@@ -231,7 +305,7 @@ class Exchange(Response):
     async def _break_off(self, scope: Scope, receive: Receive) -> None:
         """The server stops and waits no longer. A stream that has begun says so; else the connection ends
         without an answer, as that of a server that died: gateways and clients then ask another one."""
-        if self._stream and self._started:
+        if self._call.stream and self._started:
             error = EngineDeadError("the server stopped before this answer was complete")
             await self._send_error(error, scope, receive)
         elif self._transport is not None:
@@ -244,7 +318,7 @@ class Exchange(Response):
     async def _send_error(self, error: Exception, scope: Scope, receive: Receive) -> None:
         if not self._started:
             await error_response(error, self._renderer.openai)(scope, receive, self._send)
-        elif self._stream:
+        elif self._call.stream:
             events = sse(error_body(error, self._renderer.openai)) + b"data: [DONE]\n\n"
             await self._send({"type": "http.response.body", "body": events, "more_body": False})
         else:
@@ -258,9 +332,6 @@ async def _until_disconnected(receive: Receive) -> None:
         pass
 
 
-async def _all(tasks: Sequence["asyncio.Task[Any]"]) -> None:
-    """Wait for every task; raises the first error. Unlike those of `gather`, an end that nobody waits for is
-    no error in the log."""
-    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    for task in done:
-        task.result()
+def _keys(output: GenerateOutput) -> list[str]:
+    """Of the object that an answer refers to."""
+    return [] if output.output_store_ref is None else [output.output_store_ref.key]

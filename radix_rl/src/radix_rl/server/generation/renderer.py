@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 
 from radix_rl.server.generation.answer import meta_info, partial_meta_info
-from radix_rl.server.generation.body import GenerateCall, Item, Tokenizer
 from radix_rl.server.generation.exchange import Renderer
 from radix_rl.server.generation.text import GrowingText, final_text
 from radix_rl.server.http import sse
+from radix_rl.server.items import GenerateCall, Item, Tokenizer
 from radix_rl.types import GenerateOutput, PartialOutput
 
 
@@ -19,31 +19,35 @@ class GenerateRenderer(Renderer):
     def __init__(self, call: GenerateCall, tokenizer: Tokenizer) -> None:
         self._call = call
         self._tokenizer = tokenizer
-        self._texts = [GrowingText(tokenizer, item.text, item.request.sampling.stop) for item in call.items]
-        self._shown = [0] * len(call.items)
+        self._growing: dict[int, GrowingText] = {}
+        self._shown: dict[int, int] = {}
+        """By the index of the item: text that grows, and how many of its tokens were shown."""
 
-    def answer(self, outputs: Sequence[GenerateOutput], start_s: float) -> bytes:
-        answers = [
-            self._finished(item, output, start_s)
-            for item, output in zip(self._call.items, outputs, strict=True)
-        ]
-        return msgspec.json.encode(answers[0] if self._call.is_single else answers)
+    def part(self, item: Item, output: GenerateOutput, start_s: float) -> bytes:
+        return msgspec.json.encode(self._finished(item, output, start_s))
 
-    def partial(self, index: int, output: PartialOutput) -> bytes:
-        item = self._call.items[index]
-        text = self._texts[index].push(output.output_ids[self._shown[index] :])
-        self._shown[index] = len(output.output_ids)
+    def answer(self, parts: Sequence[bytes]) -> bytes:
+        return parts[0] if self._call.is_single else b"[" + b",".join(parts) + b"]"
+
+    def partial(self, item: Item, output: PartialOutput) -> bytes:
+        growing = self._growing.get(item.index)
+        if growing is None:
+            growing = GrowingText(self._tokenizer, item.text, item.request.sampling.stop)
+            self._growing[item.index] = growing
+        text = growing.push(output.output_ids[self._shown.get(item.index, 0) :])
+        self._shown[item.index] = len(output.output_ids)
         meta = partial_meta_info(item, output, self._tokenizer)
-        return self._event(index, self._object(item, text, output.output_ids, meta))
+        return self._event(item, self._object(item, text, output.output_ids, meta))
 
-    def finish(self, index: int, output: GenerateOutput, start_s: float) -> bytes:
-        return self._event(index, self._finished(self._call.items[index], output, start_s))
+    def finish(self, item: Item, output: GenerateOutput, start_s: float) -> bytes:
+        self._growing.pop(item.index, None)
+        return self._event(item, self._finished(item, output, start_s))
 
     def end(self) -> bytes:
         return b"data: [DONE]\n\n"
 
-    def _event(self, index: int, content: dict[str, Any]) -> bytes:
-        return sse(content if self._call.is_single else content | {"index": index})
+    def _event(self, item: Item, content: dict[str, Any]) -> bytes:
+        return sse(content if self._call.is_single else content | {"index": item.index})
 
     def _finished(self, item: Item, output: GenerateOutput, start_s: float) -> dict[str, Any]:
         text = final_text(self._tokenizer, output.output_ids, output.finish_reason, item.text)

@@ -15,5 +15,5 @@ router = APIRouter()
 @router.api_route("/generate", methods=["POST", "PUT"])
 async def generate(request: Request) -> Response:
     state = state_of(request)
-    call = parse_generate(await request.body(), state.tokenizer, await state.engine.info())
-    return Exchange(state, call.items, GenerateRenderer(call, state.tokenizer), stream=call.stream)
+    call = await state.parse(parse_generate, await request.body())
+    return Exchange(state, call, GenerateRenderer(call, state.tokenizer))

@@ -1,15 +1,14 @@
-"""`sampling_params` of a `/generate` request: SGLang's names, defaults and limits."""
+"""`sampling_params` of a `/generate` request: SGLang's names and defaults. Ranges are the engine's matter."""
 
-import math
 from typing import Any
 
 import msgspec
 
 from radix_rl.errors import RequestError
+from radix_rl.server.items import TextOptions
 from radix_rl.types import SamplingParams
 
 _GREEDY_BELOW = 1e-6
-_MAX_STOP_STRINGS = 32
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "json_schema": (None, ""),
@@ -24,15 +23,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "stream_interval": (None, 1),
 }
 """Names of SGLang that are accepted with the values that change nothing, and refused with any other."""
-
-
-class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How output tokens become text."""
-
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
-    """True: the matched stop string or token stays in the text."""
 
 
 class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -76,7 +66,7 @@ def refuse_unsupported(
     return {name: value for name, value in raw.items() if name not in unsupported}
 
 
-def parse_sampling(raw: Any, vocab_size: int) -> ParsedSampling:
+def parse_sampling(raw: Any) -> ParsedSampling:
     """None is an empty object; a null value is the default. Raises RequestError naming the parameter."""
     raw = {} if raw is None else raw
     if not isinstance(raw, dict):
@@ -99,9 +89,9 @@ def parse_sampling(raw: Any, vocab_size: int) -> ParsedSampling:
         stop_token_ids=tuple(body.stop_token_ids or ()),
         seed=body.seed if body.seed is not None else body.sampling_seed,
     )
-    params = _normalized(params, vocab_size)
+    if 0 <= params.temperature < _GREEDY_BELOW:
+        params = msgspec.structs.replace(params, temperature=0.0)
     unlimited = body.max_new_tokens is None
-    _check(params, vocab_size, unlimited)
     n = 1 if body.n is None else body.n
     if n < 1:
         raise RequestError(f"sampling_params.n: expected at least 1, got {n}")
@@ -122,37 +112,3 @@ _PLAIN = (
     "repetition_penalty",
     "ignore_eos",
 )
-
-
-def _normalized(params: SamplingParams, vocab_size: int) -> SamplingParams:
-    if params.top_k >= vocab_size:
-        params = msgspec.structs.replace(params, top_k=-1)
-    if 0 <= params.temperature < _GREEDY_BELOW:
-        params = msgspec.structs.replace(params, temperature=0.0)
-    return params
-
-
-def _check(params: SamplingParams, vocab_size: int, unlimited: bool) -> None:
-    def require(holds: bool, name: str, expected: str) -> None:
-        if not holds:
-            raise RequestError(f"sampling_params.{name}: expected {expected}, got {getattr(params, name)!r}")
-
-    require(
-        math.isfinite(params.temperature) and params.temperature >= 0,
-        "temperature",
-        "a finite number, 0 or more",
-    )
-    require(0 < params.top_p <= 1, "top_p", "a number in (0, 1]")
-    require(0 <= params.min_p <= 1, "min_p", "a number in [0, 1]")
-    require(params.top_k == -1 or params.top_k >= 1, "top_k", "-1 (whole vocabulary) or at least 1")
-    require(-2 <= params.frequency_penalty <= 2, "frequency_penalty", "a number in [-2, 2]")
-    require(-2 <= params.presence_penalty <= 2, "presence_penalty", "a number in [-2, 2]")
-    require(0 < params.repetition_penalty <= 2, "repetition_penalty", "a number in (0, 2]")
-    require(params.max_new_tokens >= 0, "max_new_tokens", "0 or more")
-    require(params.min_new_tokens >= 0, "min_new_tokens", "0 or more")
-    within = unlimited or params.min_new_tokens <= params.max_new_tokens
-    require(within, "min_new_tokens", f"at most max_new_tokens, {params.max_new_tokens}")
-    require(len(params.stop) <= _MAX_STOP_STRINGS, "stop", f"at most {_MAX_STOP_STRINGS} strings")
-    known = all(0 <= token < vocab_size for token in params.stop_token_ids)
-    require(known, "stop_token_ids", f"ids in [0, {vocab_size})")
-    require(params.seed is None or -(2**63) <= params.seed < 2**63, "seed", "a 64-bit integer")

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from radix_rl.server.generation.body import Tokenizer
-from radix_rl.server.generation.sampling import TextOptions
+from radix_rl.server.items import TextOptions, Tokenizer
 from radix_rl.types import FinishReason
 
 _REPLACEMENT = "�"

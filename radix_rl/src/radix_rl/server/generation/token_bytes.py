@@ -5,7 +5,7 @@ from functools import cache
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from radix_rl.server.generation.body import Tokenizer
+from radix_rl.server.items import Tokenizer
 
 _REPLACEMENT = "�"
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")

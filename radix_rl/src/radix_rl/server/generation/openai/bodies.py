@@ -1,13 +1,17 @@
 """Bodies of OpenAI's routes, translated into the `/generate` body that means the same."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 
+from radix_rl.engines.base import EngineInfo
 from radix_rl.errors import RequestError
+from radix_rl.server.generation.body import build_call
+from radix_rl.server.generation.openai.chat_template import render_chat
 from radix_rl.server.generation.sampling import refuse_unsupported
-from radix_rl.server.http import BodyError
+from radix_rl.server.http import BodyError, decode_object
+from radix_rl.server.items import GenerateCall, Tokenizer
 
 _NONE = (None, [], {}, "")
 _NO = (None, False)
@@ -98,6 +102,11 @@ class CommonBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_outputs_via_store: bool = False
 
     @property
+    def wants_meta_info(self) -> bool:
+        """`meta_info` is the only place of an answer that holds a reference: asking for one asks for both."""
+        return self.return_meta_info or self.return_outputs_via_store
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -118,9 +127,6 @@ class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
 
 
 BodyT = TypeVar("BodyT", bound=CommonBody)
-
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "latest_reminder", "root")
-"""SGLang's. Whether the model knows them is its chat template's matter."""
 
 _SAMPLING = {
     "n": "n",
@@ -154,15 +160,34 @@ _PASSED_ON = (
 )
 
 
-def parse_body(raw: dict[str, Any], body_type: type[BodyT]) -> BodyT:
+def parse_completion(
+    tokenizer: Callable[[], Tokenizer], data: bytes, info: EngineInfo
+) -> tuple[GenerateCall, CompletionBody]:
+    """The call that a body of `/v1/completions` is, and the body without its prompt. Raises RequestError."""
+    body = _checked(decode_object(data), CompletionBody)
+    call = build_call(completion_call(body), tokenizer, info)
+    return call, msgspec.structs.replace(body, prompt="")
+
+
+def parse_chat(tokenizer: Callable[[], Any], data: bytes, info: EngineInfo) -> tuple[GenerateCall, ChatBody]:
+    """The call that a body of `/v1/chat/completions` is, and the body without its messages and tools.
+
+    Renders the model's template, which may take any time: for a side process. Raises RequestError.
+    """
+    body = _checked(decode_object(data), ChatBody)
+    call = build_call(chat_call(body, tokenizer(), info), tokenizer, info)
+    return call, msgspec.structs.replace(body, messages=[], tools=None)
+
+
+def _checked(raw: dict[str, Any], body_type: type[BodyT]) -> BodyT:
     """Unknown names are refused, as on `/generate`."""
     raw = refuse_unsupported(raw, _UNSUPPORTED, "")
     try:
         body = msgspec.convert({k: v for k, v in raw.items() if k not in _WITHOUT_EFFECT}, body_type)
     except msgspec.ValidationError as error:
         raise BodyError(f"{error}; known fields: {', '.join(body_type.__struct_fields__)}") from error
-    for name in ("return_outputs_via_store", "return_sampling_mask", "return_indexer_topk"):
-        if getattr(body, name) and not body.return_meta_info:
+    for name in ("return_sampling_mask", "return_indexer_topk"):
+        if getattr(body, name) and not body.wants_meta_info:
             raise RequestError(f"{name} needs return_meta_info: true; its answer is in choices[].meta_info")
     return body
 
@@ -179,11 +204,20 @@ def completion_call(body: CompletionBody) -> dict[str, Any]:
     return call | _common(body, 16 if body.max_tokens is None else body.max_tokens)
 
 
-def chat_call(body: ChatBody, tokenizer: Any) -> dict[str, Any]:
+def chat_call(body: ChatBody, tokenizer: Any, info: EngineInfo) -> dict[str, Any]:
     """The `/generate` body, its prompt made by the tokenizer's chat template."""
     if body.tool_choice not in (None, "auto", "none"):
         raise RequestError(f"tool_choice: expected auto or none, got {body.tool_choice!r}")
-    call = {"input_ids": _render(body, tokenizer), "return_logprob": bool(body.logprobs)}
+    tools = None if body.tool_choice == "none" else body.tools
+    prompt = render_chat(
+        body.messages,
+        tokenizer,
+        info,
+        tools=tools,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=body.chat_template_kwargs or {},
+    )
+    call = {"input_ids": prompt, "return_logprob": bool(body.logprobs)}
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return call | _common(body, limit)
 
@@ -192,41 +226,3 @@ def _common(body: CommonBody, max_new_tokens: int | None) -> dict[str, Any]:
     sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     sampling |= {theirs: getattr(body, ours) for ours, theirs in _SAMPLING.items()}
     return {"sampling_params": sampling} | {name: getattr(body, name) for name in _PASSED_ON}
-
-
-def _render(body: ChatBody, tokenizer: Any) -> list[int]:
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise RequestError("the model has no chat template; start the server with --chat-template FILE")
-    try:
-        rendered = tokenizer.apply_chat_template(
-            [_plain_text(message) for message in body.messages],
-            tools=None if body.tool_choice == "none" else body.tools,
-            add_generation_prompt=not body.continue_final_message,
-            continue_final_message=body.continue_final_message,
-            tokenize=True,
-            return_dict=False,
-            **(body.chat_template_kwargs or {}),
-        )
-    except RequestError:
-        raise
-    except Exception as error:
-        # Templates are programs of the model's author, who refuses bad messages by exceptions of any kind.
-        raise RequestError(f"messages: the chat template refuses them: {error}") from error
-    return list(rendered)
-
-
-def _plain_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Content parts of type text joined; the others, such as images, are refused."""
-    content, role = message.get("content"), message.get("role")
-    if not isinstance(role, str) or role.lower() not in _ROLES:
-        raise BodyError(f"messages: expected a role of {', '.join(_ROLES)}, got {role!r}")
-    if content is None and role == "user":
-        raise BodyError("messages: expected content in a message of the user, got none")
-    if not isinstance(content, list):
-        return dict(message)
-    parts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise RequestError(f"messages: expected content parts of type text, got {part!r}")
-        parts.append(str(part.get("text", "")))
-    return dict(message) | {"content": "".join(parts)}

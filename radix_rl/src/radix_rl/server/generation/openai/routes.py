@@ -7,17 +7,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radix_rl.server.generation.body import build_call
 from radix_rl.server.generation.exchange import Exchange
-from radix_rl.server.generation.openai.bodies import (
-    ChatBody,
-    CompletionBody,
-    chat_call,
-    completion_call,
-    parse_body,
-)
+from radix_rl.server.generation.openai.bodies import parse_chat, parse_completion
 from radix_rl.server.generation.openai.renderers import ChatRenderer, CompletionRenderer
-from radix_rl.server.http import decode_object, json_response
+from radix_rl.server.http import json_response
 from radix_rl.server.state import ServerState, state_of
 
 router = APIRouter()
@@ -59,16 +52,14 @@ async def _model_card(state: ServerState) -> dict[str, Any]:
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     state = state_of(request)
-    body = parse_body(decode_object(await request.body()), CompletionBody)
-    call = build_call(completion_call(body), state.tokenizer, await state.engine.info())
+    call, body = await state.parse(parse_completion, await request.body())
     renderer = CompletionRenderer(call, body, state.tokenizer, state.settings.served_model_name)
-    return Exchange(state, call.items, renderer, stream=call.stream)
+    return Exchange(state, call, renderer)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     state = state_of(request)
-    body = parse_body(decode_object(await request.body()), ChatBody)
-    call = build_call(chat_call(body, state.tokenizer), state.tokenizer, await state.engine.info())
+    call, body = await state.parse(parse_chat, await request.body(), apart=True)
     renderer = ChatRenderer(call, body, state.tokenizer, state.settings.served_model_name)
-    return Exchange(state, call.items, renderer, stream=call.stream)
+    return Exchange(state, call, renderer)
