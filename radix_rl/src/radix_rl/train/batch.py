@@ -1,5 +1,4 @@
-"""Batches the trainer computes on: single samples without padding, and padded tensors of a microbatch of
-them."""
+"""What the trainer computes on: single samples without padding, and padded tensors of a microbatch."""
 
 from collections.abc import Mapping, Sequence
 
@@ -53,8 +52,9 @@ class TrainSample(msgspec.Struct, kw_only=True, eq=False):
 
 
 class TrainBatch(msgspec.Struct, kw_only=True, eq=False):
-    """B samples padded on the right to T tokens. Shape suffixes: b samples, t tokens, l layers, k experts a
-    token.
+    """B samples padded on the right to T tokens.
+
+    Shape suffixes: b samples, t tokens, l layers, k experts a token.
 
     Position t of the `*_bt` response tensors speaks of token t itself; position 0 is never a response token.
     """
@@ -127,8 +127,11 @@ def _check_array(sample: Sample, field: str, array: np.ndarray) -> None:
 
 
 def _sampling_mask(sample: Sample, replay: Mapping[str, np.ndarray]) -> SamplingMask | None:
-    """Raises ReplayError unless each token that counts was sampled from a mask that holds it: without, its
-    probability here would be that of another distribution, or none."""
+    """The sample's masks, if there are any.
+
+    Raises ReplayError unless each token that counts was sampled from a mask that holds it: without, its
+    probability here would be that of another distribution, or none.
+    """
     if "sampling_mask_lengths" not in replay:
         return None
     lengths, ids = replay["sampling_mask_lengths"], replay["sampling_mask_token_ids"]

@@ -1,5 +1,7 @@
-"""Checkpoints: complete or absent. A directory holds the model in Hugging Face format and all a run needs to
-go on."""
+"""Checkpoints: complete or absent.
+
+A directory holds the model in Hugging Face format and all a run needs to go on.
+"""
 
 import logging
 import os
@@ -86,8 +88,11 @@ def save_checkpoint(
 
 
 def find_checkpoint(resume: str | Path, directory: Path) -> Path | None:
-    """The checkpoint that the setting `checkpoint.resume` means. Raises ConfigurationError for a path
-    without one, and for one that later checkpoints of `directory` would overrule."""
+    """The checkpoint that the setting `checkpoint.resume` means.
+
+    Raises ConfigurationError for a path without one, and for one that later checkpoints of `directory` would
+    overrule.
+    """
     if resume == "never":
         return None
     if resume == "latest":

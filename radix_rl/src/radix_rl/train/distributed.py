@@ -1,5 +1,6 @@
-"""`DistributedTrainer`: several ranks with FSDP2. Rank 0 is the run's own process; the others are its
-children.
+"""`DistributedTrainer`: several ranks with FSDP2.
+
+Rank 0 is the run's own process; the others are its children.
 
 Rank 0 tells the children what to do over pipes, does the same itself, and the collectives of FSDP bring them
 together.
@@ -61,12 +62,16 @@ class _ChildSetup:
 
 
 class DistributedTrainer:
-    """Used by one thread at a time, in the process that built it. Each rank reads only its own samples'
-    outputs."""
+    """Several ranks as one trainer, used by one thread at a time in the process that built it.
+
+    Each rank reads only its own samples' outputs.
+    """
 
     def __init__(self, config: RunConfig, run_store: RunStore | None, checkpoint: Path | None) -> None:
-        """Starts the children and waits until every rank has its shard. Raises TrainingError with a child's
-        traceback."""
+        """Start the children and wait until every rank has its shard.
+
+        Raises TrainingError with a child's traceback.
+        """
         self._size = config.train.num_ranks
         num_samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
         if num_samples // config.train.minibatches < self._size:
@@ -159,8 +164,10 @@ class DistributedTrainer:
                 raise TrainingError(f"{child.name} failed:\n{report}") from error
 
     def _guarded(self, call: Any) -> Any:
-        """Run rank 0's part. A child that failed breaks its collectives; the child's traceback is the reason
-        to give."""
+        """Run rank 0's part.
+
+        A child that failed breaks its collectives; the child's traceback is the reason to give.
+        """
         try:
             return call()
         except RadixError:
@@ -180,8 +187,11 @@ class DistributedTrainer:
 
 
 def share_out(minibatch: Sequence[SampleTask], num_ranks: int) -> list[list[SampleTask]]:
-    """Each rank's tasks. A rank that would have none gets one that counts for nothing: sharded models run in
-    step, and dynamic sampling may leave fewer samples than ranks."""
+    """Each rank's tasks.
+
+    A rank that would have none gets one that counts for nothing: sharded models run in step, and dynamic
+    sampling may leave fewer samples than ranks.
+    """
     assigned = assign_to_ranks([len(task.sample.tokens) for task in minibatch], num_ranks)
     return [
         [minibatch[position] for position in positions] or [_without_weight(minibatch[0])]
@@ -259,8 +269,10 @@ def _build_sharded(config: RunConfig, store: OutputStore | None, checkpoint: Pat
 
 
 def _child_main(setup: _ChildSetup, pipe: Connection) -> None:
-    """A child's life: join, then follow rank 0 until the pipe closes. Its first error is reported and ends
-    it."""
+    """A child's life: join, then follow rank 0 until the pipe closes.
+
+    Its first error is reported and ends it.
+    """
     store: OutputStore | None = None
     try:
         rendezvous = TCPStore(_LOOPBACK, setup.port, setup.config.train.num_ranks, is_master=False)

@@ -11,8 +11,9 @@ _T = TypeVar("_T")
 
 
 def run_until_interrupted(main: Coroutine[Any, Any, _T]) -> _T:
-    """`asyncio.run`, but the first SIGINT cancels `main` from the loop; the second raises KeyboardInterrupt
-    at once.
+    """`asyncio.run`, but the first SIGINT cancels `main` from the loop.
+
+    The second raises KeyboardInterrupt at once.
 
     `asyncio.run` cancels within the signal handler: a signal that falls into the setting of a future's result
     makes that callback fail with InvalidStateError. Like it, this leaves alone a SIGINT handler that is not

@@ -38,8 +38,11 @@ class RankTrainer:
         store: OutputStore | None,
         checkpoint: Path | None = None,
     ) -> None:
-        """`store` stays the caller's. With `checkpoint` the optimizer goes on where that one ended; the
-        worker's model must be the checkpoint's."""
+        """`store` stays the caller's.
+
+        With `checkpoint` the optimizer goes on where that one ended; the worker's model must be the
+        checkpoint's.
+        """
         self._config = config
         self.worker = worker
         self._store = store
@@ -118,8 +121,10 @@ def build_rank(
     shard: Callable[[PreTrainedModel], None] = lambda model: None,
     ranks: Ranks | None = None,
 ) -> RankTrainer:
-    """A rank with the model of the checkpoint, or of `model.path`. `shard` spreads a loaded model over the
-    ranks."""
+    """A rank with the model of the checkpoint, or of `model.path`.
+
+    `shard` spreads a loaded model over the ranks.
+    """
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
     model = load_policy(checkpoint / "model" if checkpoint else config.model.path, config.model, config.train)

@@ -1,5 +1,4 @@
-"""`PolicyWorker`: one trainer rank. Holds the policy and its optimizer, and turns samples into optimizer
-steps."""
+"""`PolicyWorker`: one rank's policy and optimizer, which turn samples into optimizer steps."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -79,8 +78,9 @@ class PolicyWorker:
     def train_step(
         self, minibatches: Sequence[Sequence[TrainSample]], *, measure_without_replay: bool = False
     ) -> dict[str, float]:
-        """One optimizer step for each minibatch; `minibatches[i]` are this rank's samples of minibatch i, at
-        least one.
+        """One optimizer step for each minibatch.
+
+        `minibatches[i]` are this rank's samples of minibatch i, at least one.
 
         The policy before the step is what the first forward pass sees: with one minibatch its
         log-probabilities come from that pass, with more from a pass of their own. Returns the step's metrics
@@ -105,8 +105,10 @@ class PolicyWorker:
         return metrics
 
     def logprobs(self, samples: Sequence[TrainSample], *, replay: bool) -> list[torch.Tensor]:
-        """Of the present policy, one `[C]` float32 CPU tensor a sample (0 where loss_mask is 0). No
-        gradients."""
+        """Log-probabilities under the present policy, without gradients.
+
+        One `[C]` float32 CPU tensor a sample, 0 where loss_mask is 0.
+        """
         found: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for group, batch in self._microbatches(samples):
@@ -184,8 +186,10 @@ class PolicyWorker:
             step.smallest_ratio = min(step.smallest_ratio, float(ratios.min()))
 
     def _microbatches(self, samples: Sequence[TrainSample]) -> Iterator[tuple[list[TrainSample], TrainBatch]]:
-        """Groups of samples with their padded tensors; as many on every rank, since sharded models run in
-        step."""
+        """Groups of samples with their padded tensors.
+
+        As many on every rank, since sharded models run in step.
+        """
         groups = [
             [samples[position] for position in positions]
             for positions in split_microbatches(samples, self.config.train.microbatch_tokens)

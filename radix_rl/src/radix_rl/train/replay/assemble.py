@@ -141,8 +141,10 @@ def _store_segments(
 
 
 def _stored_rows(segment: StoreSegment) -> tuple[int, int]:
-    """Absolute rows of the stored array. The flat mask fields have no rows to choose from: all of their
-    ids."""
+    """Absolute rows of the stored array.
+
+    The flat mask fields have no rows to choose from: all of their ids.
+    """
     if segment.field in MASK_FIELDS and segment.field != "sampling_mask_lengths":
         return 0, segment.ref.fields[segment.field].shape[0]
     return segment.start_row - segment.origin_row, segment.end_row - segment.origin_row

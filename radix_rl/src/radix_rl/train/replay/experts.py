@@ -134,8 +134,10 @@ class RouterReplay(HookedReplay[_Experts]):
 
 
 def _spread(experts_nk: torch.Tensor, unused_n: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Rows whose result nothing uses (padding, last tokens) go round the experts, so that none gets them
-    all."""
+    """Send rows whose result nothing uses round the experts, so that none gets them all.
+
+    They are padding and last tokens.
+    """
     top_k = experts_nk.shape[1]
     order = unused_n.cumsum(dim=0) - 1
     places = torch.arange(top_k, device=experts_nk.device)

@@ -36,8 +36,10 @@ class HookedReplay(ABC, Generic[BindingT]):
     """How error messages call a module."""
 
     def __init__(self, modules: Mapping[int, torch.nn.Module], *, max_live_share: float) -> None:
-        """`modules` by layer or number. `max_live_share`: the part of a microbatch's token rows that may lack
-        a record."""
+        """`modules` by layer or number.
+
+        `max_live_share`: the part of a microbatch's token rows that may lack a record.
+        """
         self._modules = modules
         self._max_live_share = max_live_share
         self._bound: BindingT | None = None

@@ -103,8 +103,10 @@ class IndexerReplay(HookedReplay[_Positions]):
 
 
 def _differs(ordered_btk: torch.Tensor, live_btk: torch.Tensor) -> torch.Tensor:
-    """`[b, t]` bool. What a live row names beyond its own token is filler: fewer keys exist than may be
-    kept."""
+    """Whether recorded and live positions of a token differ; `[b, t]` bool.
+
+    What a live row names beyond its own token is filler: fewer keys exist than may be kept.
+    """
     token = torch.arange(live_btk.shape[1], device=live_btk.device)[:, None]
     live = torch.where(live_btk > token, _NO_POSITION, live_btk).sort(dim=-1).values
     width = min(live.shape[-1], ordered_btk.shape[-1])
