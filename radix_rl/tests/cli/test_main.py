@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -61,6 +62,15 @@ def test_a_mistake_in_the_configuration_is_told_before_a_model_library_is_loaded
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 
+@pytest.mark.parametrize("setting", ["engine.kv_cache_tokens=8", "optimizer.lr=nan", "engine.max_tokens=3"])
+def test_a_wrong_setting_is_one_line_and_exit_status_2(config, setting):
+    result = run("train", str(config), setting)
+    assert result.returncode == 2
+    assert setting.partition("=")[0] in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) <= 3
+
+
 def test_a_model_path_that_is_none_is_told_before_anything_starts(config, tmp_path):
     result = run("train", str(config))
     assert result.returncode == 2
@@ -76,7 +86,8 @@ def test_a_report_without_metrics_is_a_clear_error(tmp_path):
 
 
 def test_show_prints_what_a_run_would_have(config):
-    shown = json.loads(run("config", "show", str(config), "train.steps=8").stdout)
+    printed = run("config", "show", str(config), "train.steps=8").stdout
+    shown = tomllib.loads(printed)
     assert shown["train"]["steps"] == 8
     assert shown["rollout"]["samples_per_prompt"] == 8
 

@@ -1,12 +1,15 @@
 """Configurations from TOML and overrides, and what a mistake is answered with."""
 
 from pathlib import Path
+from types import NoneType
+from typing import get_args
 
 import pytest
 
-from radix_rl.config import RunConfig, load_config, parse_config
+from radix_rl.config import RunConfig, load_config, parse_config, to_toml
 from radix_rl.config.base import parse_bytes
 from radix_rl.config.engine import RemoteEngineConfig
+from radix_rl.config.tree import settings_below
 from radix_rl.errors import ConfigurationError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -97,6 +100,7 @@ def test_an_override_of_the_same_variant_keeps_its_settings(minimal):
             "engine.kv_cache_tokens=8",
             "engine.kv_cache_tokens: Input should be greater than or equal to 16, got 8",
         ),
+        ("output_store.key_prefix='a b'", "output_store.key_prefix: expected at most 256 characters as in"),
         ("engine.urls=x", "engine.urls: unknown setting"),
         ("optimizer.lr=inf", "optimizer.lr: Input should be a finite number, got inf"),
         ("rollout.sampling.stop=['']", "rollout.sampling.stop.0: String should have at least 1 character"),
@@ -181,6 +185,59 @@ def test_unreadable_and_broken_files_are_named(tmp_path):
     broken = tmp_path / "broken.toml"
     broken.write_text("a = [1,")
     assert "broken.toml is not valid TOML" in fault(broken)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_a_saved_example_is_the_same_configuration(path, tmp_path):
+    config = load_config(path)
+    saved = tmp_path / "config.toml"
+    saved.write_text(to_toml(config), encoding="utf-8")
+    assert load_config(saved) == config
+
+
+def test_a_saved_configuration_keeps_every_kind_of_value(minimal, tmp_path):
+    config = load_config(
+        minimal,
+        [
+            'output_dir="runs/é \\"x\\" \\u007f"',
+            "engine={type='remote', urls=['http://a:1'], api_key_env='K'}",
+            "output_store.config={'a b'={c=[1, 2.5, true]}, d='\\\\'}",
+            "observe.trackers=[{type='wandb', project='p'}, {type='tensorboard'}]",
+            "optimizer.lr=1e-30",
+            'rollout.sampling.stop=["\\n"]',
+        ],
+    )
+    saved = tmp_path / "saved.toml"
+    saved.write_text(to_toml(config), encoding="utf-8")
+    assert load_config(saved) == config
+    assert config.output_dir == Path('runs/é "x" \x7f')
+
+
+def test_what_is_unset_by_default_can_be_left_out_of_a_file():
+    for path, field in settings_below(RunConfig):
+        assert NoneType not in get_args(field.annotation) or field.default is None, path
+
+
+def test_an_override_takes_a_setting_away(minimal):
+    minimal.write_text(MINIMAL + "[rollout]\nmax_sample_tokens = 9\nsamples_per_prompt = 3\n")
+    config = load_config(minimal, ["rollout.max_sample_tokens=unset", "rollout.samples_per_prompt=unset"])
+    assert (config.rollout.max_sample_tokens, config.rollout.samples_per_prompt) == (None, 8)
+    assert load_config(minimal, ["eval=unset", "output_dir='unset'"]).output_dir == Path("unset")
+
+
+def test_paths_begin_at_home_where_they_say_so(minimal, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = load_config(minimal, ["output_dir=~/runs/x", "checkpoint.resume=~/runs/y"])
+    assert (config.output_dir, config.checkpoint.resume) == (
+        Path("/home/somebody/runs/x"),
+        Path("/home/somebody/runs/y"),
+    )
+
+
+def test_a_byte_order_mark_before_a_configuration_is_skipped(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL, encoding="utf-8-sig")
+    assert load_config(path).train.steps == 3
 
 
 def test_a_configuration_survives_json(minimal):

@@ -7,6 +7,7 @@ from radix_rl.errors import ConfigurationError
 from radix_rl.launch.checks import check_engine, check_launch
 from radix_rl.launch.engines import build_engine, engines_of
 from radix_rl.launch.store import new_key_prefix, open_run_store
+from radix_transfer_plugins.keys import check_prefix
 
 
 @pytest.fixture
@@ -116,6 +117,11 @@ def test_the_engine_writes_where_the_trainer_reads(configure):
     assert run_store.objects_left() == 0
     check_engine(config, engine)
     run_store.close()
+
+
+@pytest.mark.parametrize("name", ["my run", "études", "日本", "x" * 250, "a/../b"])
+def test_any_directory_name_makes_a_key_prefix(name):
+    assert check_prefix(new_key_prefix(name)).endswith("/output-store")
 
 
 def test_prefixes_of_runs_started_together_differ():

@@ -130,7 +130,7 @@ def test_a_page_is_well_formed_and_shows_only_what_was_measured(run_dir):
 
 
 def test_settings_and_summary_are_on_the_page_escaped(run_dir):
-    (run_dir / "config.json").write_text('{"output_dir": "<script>", "train": {"steps": 3}}')
+    (run_dir / "config.toml").write_text('output_dir = "<script>"\n[train]\nsteps = 3\n')
     write_summary(run_dir, {"objects_left": 0, "seconds": 300.0})
     html = write_report(run_dir).read_text()
     assert "<script>" not in html

@@ -11,7 +11,7 @@ import pytest
 from radix_rl.config.environment import Gsm8kEnvironmentConfig
 from radix_rl.errors import ConfigurationError, DataError
 from radix_rl.rollout.environments import create_environment
-from radix_rl.rollout.environments.gsm8k import final_number
+from radix_rl.rollout.environments.gsm8k import final_number, read_records
 
 
 class SpelledTokenizer:
@@ -49,6 +49,12 @@ def test_problems_are_prompted_through_the_chat_template(environment):
     (problem,) = environment.eval_problems()
     assert problem.prompt_ids == (len("system"), len("Answer."), len("user"), 9)
     assert problem.answer == Decimal(1200)
+
+
+def test_a_byte_order_mark_before_the_records_is_skipped(tmp_path):
+    path = tmp_path / "bom.jsonl"
+    path.write_text('{"question": "q", "answer": "#### 1"}\n', encoding="utf-8-sig")
+    assert [record.question for record in read_records(path)] == ["q"]
 
 
 def test_every_epoch_has_each_record_once(environment):

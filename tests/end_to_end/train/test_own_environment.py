@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from radix_rl.config import load_config
 from radix_rl.observe.metrics import read_metrics
 from radix_rl.train.run import train
 
@@ -23,7 +24,7 @@ def test_a_run_from_python_writes_and_shows_what_the_command_does(make_config, e
     records = read_metrics(folder / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2]
     assert 0 < records[2]["rollout/reward_mean"] < 1
-    assert msgspec.json.decode((folder / "config.json").read_bytes())["train"]["steps"] == 2
+    assert load_config(folder / "config.toml") == config
     assert msgspec.json.decode((folder / "summary.json").read_bytes()) == outcome.summary
     assert outcome.summary["steps"] == 2
     assert outcome.summary["objects_left"] == 0

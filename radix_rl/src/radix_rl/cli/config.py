@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from radix_rl.config import RunConfig, load_config
+from radix_rl.config import RunConfig, load_config, to_toml
 
 app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 
@@ -22,5 +22,8 @@ def show(
     config: Annotated[Path, typer.Argument(metavar="CONFIG")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE")] = None,
 ) -> None:
-    """Print the configuration that a run would have, defaults and overrides included."""
-    typer.echo(load_config(config, overrides or []).model_dump_json(indent=2))
+    """Print the configuration that a run would have, defaults and overrides included.
+
+    It is TOML that runs again as it is.
+    """
+    typer.echo(to_toml(load_config(config, overrides or [])), nl=False)

@@ -3,5 +3,6 @@
 
 from radix_rl.config.loading import apply_override, load_config, parse_config
 from radix_rl.config.run import RunConfig
+from radix_rl.config.saving import to_toml
 
-__all__ = ["RunConfig", "apply_override", "load_config", "parse_config"]
+__all__ = ["RunConfig", "apply_override", "load_config", "parse_config", "to_toml"]

@@ -13,12 +13,15 @@ from radix_rl.config.suggestions import suggest
 from radix_rl.config.tree import sections_in
 from radix_rl.errors import ConfigurationError
 
+UNSET = "unset"
+"""The value of an override that takes a setting away."""
+
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of `path` with `overrides` applied in order. Raises ConfigurationError naming every
     bad key."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigurationError(f"cannot read configuration file {str(path)!r}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -42,7 +45,8 @@ def parse_config(table: Mapping[str, Any], source: str) -> RunConfig:
 def apply_override(table: dict[str, Any], override: str) -> None:
     """Set one `key.path=value` in place. The value is TOML where it parses as such, and text otherwise.
 
-    Choosing another variant (`engine.type=remote`) drops the settings of the variant that was there before.
+    `key.path=unset` takes away what was set, so that the default holds; the text is `'"unset"'`. Choosing
+    another variant (`engine.type=remote`) drops the settings of the variant that was there before.
     """
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
@@ -55,6 +59,9 @@ def apply_override(table: dict[str, Any], override: str) -> None:
             raise ConfigurationError(
                 f"override {override!r}: {'.'.join(parents[: depth + 1])} is a value, not a table of settings"
             )
+    if text.strip() == UNSET:
+        table.pop(name, None)
+        return
     value = _parse_value(text.strip())
     if name == "type" and table.get("type", value) != value:
         table.clear()

@@ -2,9 +2,11 @@
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from radix_rl.config.base import Bytes, Section
+from radix_transfer_plugins.errors import ConfigError
+from radix_transfer_plugins.keys import check_prefix
 
 
 class OutputStoreConfig(Section):
@@ -22,6 +24,14 @@ class OutputStoreConfig(Section):
     """Objects that the embedded engine writes at the same time."""
     read_buffer_bytes: Bytes = 256 << 20
     """Stored bytes that the trainer reads in one chunk."""
+
+    @field_validator("key_prefix")
+    @classmethod
+    def _is_a_key(cls, key_prefix: str | None) -> str | None:
+        try:
+            return None if key_prefix is None else check_prefix(key_prefix)
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("key_prefix: ")) from error
 
     @property
     def backend_config(self) -> dict[str, Any]:

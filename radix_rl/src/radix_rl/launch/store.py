@@ -1,5 +1,6 @@
 """The run's client of the output store."""
 
+import re
 import secrets
 import time
 
@@ -8,6 +9,10 @@ import msgspec
 from radix_rl.config import RunConfig
 from radix_rl.config.output_store import OutputStoreConfig
 from radix_transfer_plugins import OutputStore, create_backend
+
+_NO_KEY_CHARACTER = re.compile(r"[^A-Za-z0-9._-]+")
+_LONGEST_NAME = 100
+"""A key prefix may have 256 characters."""
 
 
 class RunStore(msgspec.Struct, frozen=True, eq=False):
@@ -48,4 +53,5 @@ def new_key_prefix(run_name: str) -> str:
     """One that no other run has, also when both started in the same second; garbage of a crashed run is
     found by it."""
     started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    return f"{run_name}-{started}-{secrets.token_hex(3)}/output-store"
+    name = _NO_KEY_CHARACTER.sub("-", run_name)[:_LONGEST_NAME] or "run"
+    return f"{name}-{started}-{secrets.token_hex(3)}/output-store"

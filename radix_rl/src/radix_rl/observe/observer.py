@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from radix_rl.config import RunConfig
+from radix_rl.config import RunConfig, to_toml
 from radix_rl.errors import ConfigurationError
 from radix_rl.observe.metrics import FILE_NAME as METRICS_FILE
 from radix_rl.observe.metrics import read_metrics
@@ -33,14 +33,14 @@ class RunObserver:
         self._started_s = time.perf_counter()
 
     def __enter__(self) -> Self:
-        """Write config.json and open the trackers.
+        """Write config.toml and open the trackers.
 
         Raises ConfigurationError for a directory that cannot be written and for a tracker that cannot start.
         """
         folder = self._config.output_dir
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / CONFIG_FILE).write_text(self._config.model_dump_json(indent=2) + "\n")
+            (folder / CONFIG_FILE).write_text(to_toml(self._config), encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(
                 f"output_dir: cannot write into {str(folder)!r}: {error.strerror}; name another directory"

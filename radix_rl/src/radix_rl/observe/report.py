@@ -2,6 +2,7 @@
 
 import os
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from radix_rl.observe.plots import PLOTS, draw
 from radix_rl.observe.summary import read_summary, summarize
 
 FILE_NAME = "report.html"
-CONFIG_FILE = "config.json"
+CONFIG_FILE = "config.toml"
 """The run's whole configuration, written when it starts."""
 
 
@@ -30,7 +31,7 @@ class Card(msgspec.Struct, frozen=True):
 def write_report(run_dir: Path) -> Path:
     """Write the page of a run's directory, also while it runs; its path.
 
-    Takes metrics.jsonl and, where they are, config.json and summary.json.
+    Takes metrics.jsonl and, where they are, config.toml and summary.json.
 
     Raises DataError if there are no metrics or they are broken.
     """
@@ -111,7 +112,7 @@ def _flat_config(path: Path) -> list[tuple[str, str]]:
     """(key path, value) of every setting."""
     if not path.is_file():
         return []
-    return list(_flatten("", msgspec.json.decode(path.read_bytes())))
+    return list(_flatten("", tomllib.loads(path.read_text(encoding="utf-8"))))
 
 
 def _flatten(prefix: str, value: Any) -> list[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """GSM8K: grade-school word problems whose answer is one number."""
 
+import codecs
 import re
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
@@ -115,6 +116,8 @@ def read_records(path: Path) -> list[Record]:
     """A JSONL file. Raises DataError naming file and line of what cannot be used."""
     try:
         with path.open("rb") as file:
+            if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+                file.seek(0)
             records = [
                 _parse_line(path, number, line) for number, line in enumerate(file, start=1) if line.strip()
             ]
