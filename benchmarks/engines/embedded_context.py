@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from transformers import PreTrainedModel, StaticCache
 
-from benchmarks.engines.tiny_moe import prompts, tiny_model
+from benchmarks.engines.tiny_moe import prompts, saved, tiny_model
 from benchmarks.result import Result, at_most, shown
 from benchmarks.timing import median_ratio, take_turns
 from radix_rl.engines.embedded.build import build_core
@@ -98,13 +98,18 @@ def attention_alone(model: PreTrainedModel, context: int) -> Callable[[], None]:
     return run
 
 
-def engine_decode(model: PreTrainedModel, context: int) -> Callable[[], None]:
-    config = EmbeddedEngineSetup(
+def engine_config(folder: str, context: int) -> EmbeddedEngineSetup:
+    return EmbeddedEngineSetup(
+        model_path=folder,
         dtype="float32",
         kv_cache_tokens=REQUESTS * (context + GROWTH + 16),
         enable_return_routed_experts=True,
     )
-    core = build_core(config, model, None)
+
+
+def engine_decode(model: PreTrainedModel, context: int) -> Callable[[], None]:
+    with saved(model) as folder:
+        core = build_core(engine_config(folder, context), None, None)
     for i, ids in enumerate(prompts(REQUESTS, context).tolist()):
         request = GenerateRequest(
             request_id=str(i),

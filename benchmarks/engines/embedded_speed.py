@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from benchmarks.engines.tiny_moe import (
     NEW_TOKENS,
@@ -87,13 +86,6 @@ def shares_of_the_bound() -> Seconds:
     return seconds
 
 
-def stepping_model(before_pass: BeforePass) -> PreTrainedModel:
-    torch.set_num_threads(1)
-    model = tiny_model()
-    model.register_forward_pre_hook(lambda *_: before_pass())
-    return model
-
-
 @contextmanager
 def engine_case(
     outputs: Outputs,
@@ -104,20 +96,26 @@ def engine_case(
     prefix_cache_tokens: int = 0,
 ) -> Iterator[Case]:
     """An engine made for these outputs; requests ask for `asked`, or for what it is made for."""
-    with EngineRun(stepping_model(before_pass), outputs, prefix_cache_tokens=prefix_cache_tokens) as engine:
+    torch.set_num_threads(1)
+    with EngineRun(
+        tiny_model(), outputs, prefix_cache_tokens=prefix_cache_tokens, before_pass=before_pass
+    ) as engine:
         yield partial(engine, lengths, concurrency=BUSY, outputs=asked)
 
 
 @contextmanager
 def outputs_case(lengths: list[int], before_pass: BeforePass) -> Iterator[Callable[[Outputs], None]]:
-    with EngineRun(stepping_model(before_pass), "store", prefix_cache_tokens=0) as engine:
+    torch.set_num_threads(1)
+    with EngineRun(tiny_model(), "store", prefix_cache_tokens=0, before_pass=before_pass) as engine:
         yield lambda outputs: engine(lengths, outputs=outputs)
 
 
 @contextmanager
 def generate_case(lengths: list[int], before_pass: BeforePass) -> Iterator[Case]:
     """`generate` runs every row of its batch to the end of the longest, and the next batch after that."""
-    model = stepping_model(before_pass)
+    torch.set_num_threads(1)
+    model = tiny_model()
+    model.register_forward_pre_hook(lambda *_: before_pass())
     input_ids = prompts(BUSY)
 
     def case() -> None:

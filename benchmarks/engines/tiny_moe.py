@@ -3,10 +3,9 @@ by transformers.generate.
 """
 
 import asyncio
-import copy
 import tempfile
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, Self
 
@@ -53,10 +52,27 @@ def prompts(count: int, tokens: int = PROMPT_TOKENS) -> torch.Tensor:
     return torch.randint(0, VOCAB, (count, tokens), generator=torch.Generator().manual_seed(1))
 
 
+@contextmanager
+def saved(model: PreTrainedModel) -> Iterator[str]:
+    """A folder that holds the model."""
+    with tempfile.TemporaryDirectory(prefix="radix-bench-model-") as folder:
+        model.save_pretrained(folder)
+        yield folder
+
+
 class EngineRun:
     """A started engine and an event loop to use it from plain functions."""
 
-    def __init__(self, model: PreTrainedModel, outputs: Outputs, *, prefix_cache_tokens: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        outputs: Outputs,
+        *,
+        prefix_cache_tokens: int,
+        shortcuts: Literal["auto", "off"] = "auto",
+        before_pass: Callable[[], None] | None = None,
+    ) -> None:
+        """`before_pass` is called before each forward pass of the engine's own copy of the model."""
         self._outputs = outputs
         self._ending = ExitStack()
         target = None
@@ -69,6 +85,9 @@ class EngineRun:
         self._runner = self._ending.enter_context(asyncio.Runner())
         self._engine = EmbeddedEngine(
             EmbeddedEngineSetup(
+                # Loaded by the engine, as in a run: a model object that it is given gets no shortcuts.
+                model_path=self._ending.enter_context(saved(model)),
+                shortcuts=shortcuts,
                 dtype="float32",
                 max_running_requests=64,
                 kv_cache_tokens=32768,
@@ -76,10 +95,12 @@ class EngineRun:
                 enable_return_routed_experts=outputs != "none",
                 output_store=target,
                 num_threads=1,
-            ),
-            model=copy.deepcopy(model),
+            )
         )
         self._runner.run(self._engine.start())
+        if before_pass is not None:
+            loaded = self._engine._core_now().runner.model
+            loaded.register_forward_pre_hook(lambda *_: before_pass())
 
     def __enter__(self) -> Self:
         return self

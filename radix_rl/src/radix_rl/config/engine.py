@@ -30,9 +30,12 @@ class EmbeddedEngineConfig(Section):
     prefix_cache_tokens: TokenCount = Field(default=0, ge=0)
     """Tokens of prompts and answers kept for requests that begin with them, in memory of their own: the
     samples of one prompt, the turns of a session. 0: none."""
+    shortcuts: Literal["auto", "off"] = "auto"
+    """Faster ways through the model's modules (docs/engine-embedded.md). auto: on a CPU, for a model that the
+    engine loads itself; a model object that is passed to it never gets any."""
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm"] | None = None
-    """How transformers multiplies by experts. Unset: by a function of the engine's own on a CPU, and by
-    transformers' choice elsewhere."""
+    """How transformers multiplies by experts. Unset: by a function of the engine's own where shortcuts
+    are taken, and by transformers' choice elsewhere."""
     bfloat16_products: Literal["auto", "native", "float32"] = "auto"
     """How a CPU multiplies bfloat16 matrices. float32: through float32 copies of the weights, rounded
     afterwards; several times faster on a CPU without bfloat16 instructions, where auto chooses it."""

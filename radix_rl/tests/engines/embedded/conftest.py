@@ -4,6 +4,7 @@ import contextlib
 import copy
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -74,13 +75,20 @@ def settings() -> Callable[..., EmbeddedEngineSetup]:
 def engine_of(
     settings: Callable[..., EmbeddedEngineSetup],
 ) -> Callable[..., AbstractAsyncContextManager[EmbeddedEngine]]:
-    """`async with engine_of(model, **settings) as engine`: a started engine on a copy of the model."""
+    """`async with engine_of(model, **settings) as engine`: a started engine on a copy of the model.
+
+    With `folder` the model is saved there, and the engine loads it itself, which is when it takes shortcuts.
+    """
 
     @contextlib.asynccontextmanager
     async def make(
-        model: PreTrainedModel, tokenizer: object = None, **changes: object
+        model: PreTrainedModel, tokenizer: object = None, folder: Path | None = None, **changes: object
     ) -> AsyncIterator[EmbeddedEngine]:
-        engine = EmbeddedEngine(settings(**changes), model=copy.deepcopy(model), tokenizer=tokenizer)
+        if folder is None:
+            engine = EmbeddedEngine(settings(**changes), model=copy.deepcopy(model), tokenizer=tokenizer)
+        else:
+            model.save_pretrained(folder)
+            engine = EmbeddedEngine(settings(model_path=str(folder), **changes), tokenizer=tokenizer)
         await engine.start()
         try:
             yield engine

@@ -11,12 +11,13 @@ import torch
 import transformers as tf
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from radix_rl.engines.embedded.shortcuts.direct_calls import cut_overheads
+from radix_rl.engines.embedded.shortcuts.apply import apply
 from radix_rl.engines.embedded.shortcuts.experts import (
     grouped_experts,
     sorted_experts_forward,
     use_sorted_experts,
 )
+from radix_rl.engines.embedded.shortcuts.norms import use_short_norms
 from radix_rl.errors import ConfigurationError
 
 COMMON = {
@@ -127,16 +128,19 @@ def family():
     return make
 
 
+@pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_rows_of_a_family_equal_one_full_forward(
-    name, family, engine_of, prompt, request_of, check_against
+    name, loaded, family, engine_of, tmp_path, prompt, request_of, check_against
 ):
+    """A model that the engine loads goes by the shortcuts."""
     model = family(name)
     requests = [
         request_of(str(i), prompt(1 + 17 * i, i), max_new_tokens=12, seed=i, return_routed_experts=True)
         for i in range(5)
     ]
-    async with engine_of(model) as engine:
+    async with engine_of(model, folder=tmp_path if loaded else None) as engine:
+        assert ("forward" in vars(engine._core_now().runner.model)) == loaded
         outputs = await asyncio.gather(*[engine.generate(request) for request in requests])
     for request, output in zip(requests, outputs, strict=True):
         check_against(model, request, output)
@@ -185,7 +189,7 @@ def test_what_the_engine_computes_in_its_own_way_has_the_bits_of_transformers(na
     for experts in grouped_experts(theirs):
         # The layout of its weights stays: by another one, products of a row or two round otherwise.
         del experts.forward
-    cut_overheads(own)
+    apply(own)
     ids = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(0))
     assert torch.equal(own(input_ids=ids).logits, theirs(input_ids=ids).logits)
     changed = [m for m in own.modules() if type(m).__name__.endswith("RMSNorm") and "forward" in vars(m)]
@@ -204,7 +208,7 @@ def test_a_norm_that_is_not_torchs_is_left_alone():
 
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**GQA, intermediate_size=64))
     model.model.norm = OneMore(64)
-    cut_overheads(model)
+    apply(model)
     assert "forward" in vars(model.model.layers[0].input_layernorm)
     assert "forward" not in vars(model.model.norm)
     replaced = tf.models.llama.modeling_llama.LlamaRMSNorm(64)
@@ -216,7 +220,7 @@ def test_a_norm_that_was_patched_or_sees_other_dtypes_keeps_its_own_function():
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**GQA, intermediate_size=64))
     patched, plain = model.model.layers[0].input_layernorm, model.model.norm
     patched.forward = torch.zeros_like
-    cut_overheads(model)
+    apply(model)
     x = torch.randn(3, 64)
     assert torch.equal(patched(x), torch.zeros(3, 64))
     assert plain(x.bfloat16()).dtype == torch.float32
@@ -225,8 +229,8 @@ def test_a_norm_that_was_patched_or_sees_other_dtypes_keeps_its_own_function():
 
 
 @pytest.mark.parametrize("products", ["native", "float32"])
-async def test_a_model_that_came_with_another_experts_implementation_keeps_it(
-    products, family, engine_of, prompt, request_of
+async def test_a_chosen_experts_implementation_is_not_replaced(
+    products, family, engine_of, tmp_path, prompt, request_of
 ):
     def sorts(engine):
         experts = engine._core_now().runner.model.model.layers[0].mlp.experts
@@ -234,12 +238,14 @@ async def test_a_model_that_came_with_another_experts_implementation_keeps_it(
         return getattr(captured, "func", None) is sorted_experts_forward
 
     model = family("Mixtral")
-    model.set_experts_implementation("eager")
-    async with engine_of(model, dtype="bfloat16", bfloat16_products=products) as engine:
+    changes = {"dtype": "bfloat16", "bfloat16_products": products, "experts_implementation": "eager"}
+    async with engine_of(model, folder=tmp_path, **changes) as engine:
         assert not sorts(engine)
         assert (await engine.generate(request_of("a", prompt(4, 1), max_new_tokens=2))).output_ids
-    async with engine_of(family("Mixtral")) as engine:
+    async with engine_of(model, folder=tmp_path) as engine:
         assert sorts(engine)
+    async with engine_of(model) as engine:
+        assert not sorts(engine)
 
 
 async def test_dense_model_with_capture_is_refused(engine_of):
@@ -338,6 +344,6 @@ def test_a_norm_of_fewer_operations_is_the_models_own_in_every_row(width):
     rows = torch.randn(20_000, width, generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
         own = norm(rows)
-        cut_overheads(model)
+        use_short_norms(model)
         assert "forward" in vars(norm)
         assert torch.equal(norm(rows), own)

@@ -18,10 +18,11 @@ from radix_rl.engines.base import EngineInfo
 from radix_rl.engines.embedded.cache.slots import STRIDE_MULTIPLE
 from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.core import EngineCore
-from radix_rl.engines.embedded.forward.model import load_model
+from radix_rl.engines.embedded.forward.model import load_model, prepare_model
 from radix_rl.engines.embedded.forward.runner import ModelRunner
-from radix_rl.engines.embedded.shortcuts.direct_calls import cut_overheads
+from radix_rl.engines.embedded.shortcuts.apply import apply as apply_shortcuts
 from radix_rl.engines.embedded.shortcuts.float32 import Float32Products, cpu_lacks_bfloat16
+from radix_rl.engines.embedded.shortcuts.undo import recorded_changes
 from radix_rl.errors import ConfigurationError
 from radix_transfer_plugins import OutputStore, create_backend
 from radix_transfer_plugins.codecs.base import Codec
@@ -30,44 +31,53 @@ from radix_transfer_plugins.codecs.base import Codec
 def build_core(
     config: EmbeddedEngineSetup, model: PreTrainedModel | None, tokenizer: Any | None
 ) -> EngineCore:
-    """Load the model and allocate everything. Raises ConfigurationError."""
-    loaded = load_model(config, model, tokenizer)
-    # Before what looks at the calls of these modules.
-    products = _products(config, loaded.model)
-    runner = ModelRunner(
-        loaded,
-        kv_cache_tokens=config.kv_cache_tokens,
-        max_tokens_per_step=config.chunked_prefill_tokens + config.max_running_requests,
-        keeps_all_rows=config.prefix_cache_tokens > 0,
-    )
-    if config.enable_return_routed_experts:
-        experts = num_routed_experts(loaded.text_config)
-        top_k = experts_per_token(loaded.text_config)
-        if experts is None or top_k is None:
-            raise ConfigurationError(
-                f"enable_return_routed_experts: {type(loaded.model).__name__}'s configuration names no "
-                f"number of experts ({', '.join(EXPERT_COUNT_NAMES)}) or none per token "
-                f"({', '.join(EXPERTS_PER_TOKEN_NAMES)}); is it a dense model?"
-            )
-        runner.capture_routed_experts(experts, top_k)
-    if config.enable_return_indexer_topk:
-        index_topk = num_indexer_positions(loaded.text_config)
-        if index_topk is None:
-            raise ConfigurationError(
-                f"enable_return_indexer_topk: {type(loaded.model).__name__}'s configuration has no "
-                "index_topk; only models with sparse attention (DeepSeek-V3.2, GLM-MoE-DSA) have an indexer"
-            )
-        runner.capture_indexer_topk(index_topk)
-    cut_overheads(loaded.model)
-    runner.try_a_step()
+    """Load the model and allocate everything. Raises ConfigurationError; a model given is then as it was."""
+    is_given = model is not None
+    model, tokenizer = load_model(config, model, tokenizer)
+    with recorded_changes(model) as changes:
+        loaded = prepare_model(config, model, tokenizer)
+        # Both before what looks at the calls of these modules.
+        products = _products(config, model)
+        if config.shortcuts == "auto" and model.device.type == "cpu" and not is_given:
+            apply_shortcuts(model, experts=config.experts_implementation is None)
+        runner = ModelRunner(
+            loaded,
+            kv_cache_tokens=config.kv_cache_tokens,
+            max_tokens_per_step=config.chunked_prefill_tokens + config.max_running_requests,
+            keeps_all_rows=config.prefix_cache_tokens > 0,
+        )
+        _attach_captures(config, runner)
+        runner.try_a_step()
     return EngineCore(
         runner,
         products=products,
+        changes=changes,
         max_running_requests=config.max_running_requests,
         chunked_prefill_tokens=config.chunked_prefill_tokens,
         weight_version=config.weight_version,
         prefix_cache_tokens=config.prefix_cache_tokens,
     )
+
+
+def _attach_captures(config: EmbeddedEngineSetup, runner: ModelRunner) -> None:
+    text_config, model_name = runner.loaded.text_config, type(runner.model).__name__
+    if config.enable_return_routed_experts:
+        experts, top_k = num_routed_experts(text_config), experts_per_token(text_config)
+        if experts is None or top_k is None:
+            raise ConfigurationError(
+                f"enable_return_routed_experts: {model_name}'s configuration names no "
+                f"number of experts ({', '.join(EXPERT_COUNT_NAMES)}) or none per token "
+                f"({', '.join(EXPERTS_PER_TOKEN_NAMES)}); is it a dense model?"
+            )
+        runner.capture_routed_experts(experts, top_k)
+    if config.enable_return_indexer_topk:
+        index_topk = num_indexer_positions(text_config)
+        if index_topk is None:
+            raise ConfigurationError(
+                f"enable_return_indexer_topk: {model_name}'s configuration has no "
+                "index_topk; only models with sparse attention (DeepSeek-V3.2, GLM-MoE-DSA) have an indexer"
+            )
+        runner.capture_indexer_topk(index_topk)
 
 
 def _products(config: EmbeddedEngineSetup, model: PreTrainedModel) -> Float32Products | None:

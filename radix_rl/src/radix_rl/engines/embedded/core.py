@@ -17,6 +17,7 @@ from radix_rl.engines.embedded.schedule.finish import FinishCheck
 from radix_rl.engines.embedded.schedule.scheduler import Scheduler
 from radix_rl.engines.embedded.schedule.sequence import Sequence
 from radix_rl.engines.embedded.shortcuts.float32 import Float32Products
+from radix_rl.engines.embedded.shortcuts.undo import ModelChanges
 from radix_rl.engines.embedded.stats import EngineStats
 from radix_rl.engines.embedded.weights import WeightUpdater
 from radix_rl.errors import EngineError, EngineStateError
@@ -30,12 +31,14 @@ class EngineCore:
         self,
         runner: ModelRunner,
         *,
+        changes: ModelChanges,
         max_running_requests: int,
         chunked_prefill_tokens: int,
         weight_version: str,
         prefix_cache_tokens: int = 0,
         products: Float32Products | None = None,
     ) -> None:
+        """`changes`: what was changed about the model, which `close` undoes."""
         self.runner = runner
         self.weights = WeightUpdater(runner.model, weight_version)
         self.scheduler = Scheduler(
@@ -49,6 +52,7 @@ class EngineCore:
         )
         self.sampler = Sampler()
         self.paused: PauseMode | None = None
+        self._changes = changes
         self._products = products
         self._finish = FinishCheck(runner.loaded.tokenizer)
         self._sampling: SamplingBatch | None = None
@@ -268,3 +272,8 @@ class EngineCore:
             self.runner.cache.allocate()
             if self.scheduler.prefixes is not None:
                 self.scheduler.prefixes.allocate()
+
+    def close(self, reason: Exception) -> None:
+        """Fail what waits and runs with `reason`, and leave the model's modules as they were."""
+        self.scheduler.fail_all(reason)
+        self._changes.undo()

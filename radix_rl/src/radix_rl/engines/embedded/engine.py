@@ -39,8 +39,8 @@ class EmbeddedEngine(Engine):
     modules.
 
     The event loop only queues calls; one worker thread owns model, cache and scheduler. A model passed as an
-    object belongs to the engine from then on: its attention reads the engine's cache, and `close` leaves it
-    so.
+    object belongs to the engine until `close`, which leaves its modules as they were; its parameters keep the
+    weights, dtype and device that they have by then.
     """
 
     def __init__(

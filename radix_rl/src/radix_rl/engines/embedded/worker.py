@@ -134,5 +134,5 @@ class Worker:
             if item is not None and item[1].set_running_or_notify_cancel():
                 item[1].set_exception(reason)
         if core is not None:
-            core.scheduler.fail_all(reason)
+            core.close(reason)
         self._outbox.send()

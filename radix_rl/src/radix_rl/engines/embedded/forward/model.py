@@ -12,7 +12,6 @@ from radix_rl.engines.embedded.cache.slots import STRIDE_MULTIPLE
 from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.device import resolve_device
 from radix_rl.engines.embedded.forward.attention import ATTENTION_NAME, register_attention
-from radix_rl.engines.embedded.shortcuts.experts import use_sorted_experts
 from radix_rl.errors import ConfigurationError
 from radix_rl.model_layers import decoder_layers
 
@@ -33,18 +32,25 @@ class LoadedModel:
 
 def load_model(
     config: EmbeddedEngineSetup, model: PreTrainedModel | None, tokenizer: Any | None
-) -> LoadedModel:
-    """Raises ConfigurationError for a path that holds no model and for models that the engine cannot run."""
+) -> tuple[PreTrainedModel, Any | None]:
+    """The model, loaded or given, in the configured dtype, and its tokenizer.
+
+    Raises ConfigurationError for a path that holds no model.
+    """
     if (model is None) == (config.model_path is None):
         raise ConfigurationError(
             f"expected either model_path or a model object, got model_path={config.model_path!r} and "
             f"model={type(model).__name__}"
         )
     if model is None:
-        model = _from_path(config)
-        tokenizer = tokenizer if tokenizer is not None else _tokenizer(config)
-    elif config.dtype != "auto":
+        return _from_path(config), tokenizer if tokenizer is not None else _tokenizer(config)
+    if config.dtype != "auto":
         _cast_parameters(model, getattr(torch, config.dtype))
+    return model, tokenizer
+
+
+def prepare_model(config: EmbeddedEngineSetup, model: PreTrainedModel, tokenizer: Any | None) -> LoadedModel:
+    """Make a model use the engine's cache. Raises ConfigurationError for one that the engine cannot run."""
     _move(model, resolve_device(config.device))
     model.eval()
     model.requires_grad_(False)
@@ -52,8 +58,6 @@ def load_model(
     _use_slot_attention(model)
     if config.experts_implementation is not None:
         model.set_experts_implementation(config.experts_implementation)
-    elif model.device.type == "cpu":
-        use_sorted_experts(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -151,16 +155,14 @@ def _use_slot_attention(model: PreTrainedModel) -> None:
     if unknown:
         raise ConfigurationError(
             f"{type(model).__name__} has layers of type {sorted(unknown)}, whose state is no key-value "
-            "cache; the embedded "
-            "engine runs attention layers only"
+            "cache; the embedded engine runs attention layers only"
         )
     register_attention()
     model.set_attn_implementation(ATTENTION_NAME)
     if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
         raise ConfigurationError(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; the "
-            "embedded "
-            "engine cannot give it a cache"
+            "embedded engine cannot give it a cache"
         )
 
 

@@ -12,10 +12,14 @@ from transformers import PreTrainedModel
 
 
 def use_sorted_experts(model: PreTrainedModel) -> None:
-    """In place of "grouped_mm", transformers' default; a model without experts or with another implementation
-    stays as it is.
+    """Replace "grouped_mm", transformers' default.
+
+    A model without experts or with another implementation stays as it is, and so do experts whose forward
+    function was replaced already.
     """
     for module in grouped_experts(model):
+        if "forward" in vars(module):
+            continue
         module.forward = partial(sorted_experts_forward, module)
         for parameter in module.parameters(recurse=False):
             parameter.data = by_input(parameter.data, is_transposed=module.is_transposed)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from radix_rl.engines.embedded.shortcuts.direct_calls import own_class
 from radix_rl.engines.embedded.shortcuts.experts import by_input, grouped_experts, sorted_experts_forward
 
 
@@ -20,10 +19,14 @@ def cpu_lacks_bfloat16() -> bool:
 
 
 class Float32Products:
-    """Used by the worker thread only. `refresh` must follow every change of the model's weights."""
+    """Float32 copies of a model's linear layers and experts, and their use.
+
+    Used by the worker thread only. `refresh` must follow every change of the model's weights. The modules'
+    `forward` is replaced until whoever recorded that undoes it.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        linears: list[Any] = [m for m in model.modules() if own_class(m) is torch.nn.Linear]
+        linears: list[Any] = [m for m in model.modules() if type(m) is torch.nn.Linear]
         self._products: list[_Float32Linear | _Float32Experts] = [
             # Layers that the model keeps in float32 need no help.
             *(_Float32Linear(m) for m in linears if m.weight.dtype == torch.bfloat16),
