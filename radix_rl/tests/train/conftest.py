@@ -106,9 +106,11 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 def make_model() -> Callable[..., PreTrainedModel]:
     """A model of a family in float32 with random weights; the same seed gives the same weights."""
 
-    def make(family: str = "qwen3_moe", seed: int = 0) -> PreTrainedModel:
+    def make(family: str = "qwen3_moe", seed: int = 0, top_k: int = TOP_K) -> PreTrainedModel:
         torch.manual_seed(seed)
         config = CONFIGS[family]()
+        if top_k != TOP_K:
+            config.num_experts_per_tok = top_k
         config._attn_implementation = "eager" if family == "gpt_oss" else "sdpa"
         model = AutoModelForCausalLM.from_config(config)
         for name, parameter in model.named_parameters():

@@ -43,7 +43,7 @@ def record_live(model: PreTrainedModel, samples: list[TrainSample]) -> list[Trai
     layers = int(model.config.num_hidden_layers)
     recorded = []
     for sample in samples:
-        rows = np.full((sample.num_tokens - 1, layers, 2), -1, dtype=np.int32)
+        rows = np.full((sample.num_tokens - 1, layers, sample.routed_experts.shape[-1]), -1, dtype=np.int32)
         handles = []
         for layer, (_, router) in find_replayed_routers(model).items():
 
@@ -64,10 +64,10 @@ def with_rows(sample: TrainSample, rows: np.ndarray | None) -> TrainSample:
     return TrainSample(**{**fields, "routed_experts": rows})
 
 
-def replayed(model: PreTrainedModel, samples: list[TrainSample], max_live_share: float = 0.0):
+def replayed(model: PreTrainedModel, samples: list[TrainSample]):
     counts = ReplayCounts()
     batch = collate(samples, CPU)
-    replay = RouterReplay(model, max_live_share=max_live_share)
+    replay = RouterReplay(model)
     with replay.microbatch(batch, counts):
         logprobs = response_logprobs(model, batch, SAMPLING)
         replay.forward_finished()
@@ -123,20 +123,18 @@ def test_disagreement_counts_each_differing_token_and_layer(make_model, make_sam
     assert counts.disagreeing == 2
 
 
-def test_rows_without_experts_route_live_up_to_the_ceiling(make_model, make_samples):
+def test_rows_without_experts_route_live(make_model, make_samples):
     model = make_model()
     samples = record_live(model, make_samples())
     rows = samples[0].routed_experts.copy()
     rows[-1] = -1
     samples[0] = with_rows(samples[0], rows)
     total = sum(sample.num_tokens - 1 for sample in samples)
-    logprobs, counts = replayed(model, samples, max_live_share=1.5 / total)
-    assert (counts.live_rows, counts.rows) == (1, total)
+    logprobs, counts = replayed(model, samples)
+    assert (counts.unrecorded_rows, counts.rows) == (1, total)
     torch.testing.assert_close(
         logprobs, response_logprobs(model, collate(samples, CPU), SAMPLING), rtol=0, atol=1e-5
     )
-    with pytest.raises(ReplayError, match=f"1 of {total} token rows"):
-        replayed(model, samples, max_live_share=0.5 / total)
 
 
 def change_layers(rows):
@@ -184,6 +182,41 @@ def test_rows_that_do_not_fit_the_model_are_refused(spoil, message, make_model, 
         replayed(make_model(), samples)
 
 
+def test_a_refused_row_names_its_sample(make_model, make_samples):
+    samples = make_samples(3)
+    for spoil in (partly_missing_layer, unknown_expert, repeated_expert):
+        spoiled = [samples[0], with_rows(samples[1], spoil(samples[1].routed_experts.copy())), samples[2]]
+        with pytest.raises(ReplayError, match=f"sample {samples[1].name}: "):
+            replayed(make_model(), spoiled)
+
+
+def test_unfilled_rows_of_a_router_with_one_place_are_refused_with_the_sample(make_model, make_samples):
+    """Zeros are a record that such a router could have made, but not in place of what the model chooses."""
+    model = make_model(top_k=1)
+    samples = record_live(model, [with_rows(s, s.routed_experts[..., :1]) for s in make_samples(3)])
+    assert not (samples[1].routed_experts == 0).all(axis=(1, 2)).all()
+    rows = samples[1].routed_experts.copy()
+    rows[-4:] = 0
+    with pytest.raises(ReplayError, match=rf"sample {samples[1].name}: 4 rows of .* are 0 throughout"):
+        replayed(model, [samples[0], with_rows(samples[1], rows), samples[2]])
+
+
+def test_a_router_with_one_place_that_chooses_the_first_expert_everywhere_is_replayed(
+    make_model, make_samples
+):
+    model = make_model("gpt_oss", top_k=1)
+    for _, router in find_replayed_routers(model).values():
+        router.bias.data[0] = 1000.0
+    samples = record_live(model, [with_rows(s, s.routed_experts[..., :1]) for s in make_samples(3)])
+    assert all((sample.routed_experts == 0).all() for sample in samples)
+
+    logprobs, counts = replayed(model, samples)
+
+    assert counts.disagreeing == 0
+    plain = response_logprobs(model, collate(samples, CPU), SAMPLING)
+    torch.testing.assert_close(logprobs, plain, rtol=0, atol=1e-5)
+
+
 def test_experts_in_a_dense_layer_are_refused(make_model, make_samples):
     with pytest.raises(ReplayError, match="layer 0, which has no router"):
         replayed(make_model("qwen3_moe_dense_first"), make_samples())
@@ -194,7 +227,7 @@ def test_an_exception_leaves_no_hook_and_no_rows_behind(make_model, make_samples
     samples = make_samples()
     batch = collate(samples, CPU)
     plain = response_logprobs(model, batch, SAMPLING)
-    replay = RouterReplay(model, max_live_share=0.0)
+    replay = RouterReplay(model)
 
     def fail_in_the_middle():
         with replay.microbatch(batch, ReplayCounts()):
@@ -211,7 +244,7 @@ def test_an_exception_leaves_no_hook_and_no_rows_behind(make_model, make_samples
 def test_a_router_that_is_not_called_exactly_once_is_an_error(num_calls, make_model, make_samples):
     model = make_model()
     batch = collate(make_samples(), CPU)
-    replay = RouterReplay(model, max_live_share=0.0)
+    replay = RouterReplay(model)
     with replay.microbatch(batch, ReplayCounts()):
         for _ in range(num_calls):
             response_logprobs(model, batch, SAMPLING)
@@ -227,7 +260,7 @@ def test_recomputation_in_the_backward_pass_sees_the_same_experts(make_model, ma
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for module in model.modules():
                 module.training = bool(getattr(module, "gradient_checkpointing", False))
-        replay = RouterReplay(model, max_live_share=0.0)
+        replay = RouterReplay(model)
         batch = collate(make_samples(), CPU)
         with replay.microbatch(batch, ReplayCounts()):
             logprobs = response_logprobs(model, batch, SAMPLING)
@@ -242,7 +275,7 @@ def test_padding_and_last_tokens_are_spread_evenly_over_the_experts(make_model, 
     model = make_model()
     samples = make_samples()
     seen = []
-    replay = RouterReplay(model, max_live_share=0.0)
+    replay = RouterReplay(model)
     batch = collate(samples, CPU)
     with replay.microbatch(batch, ReplayCounts()):
         router = find_replayed_routers(model)[0].module
@@ -257,14 +290,14 @@ def test_padding_and_last_tokens_are_spread_evenly_over_the_experts(make_model, 
 
 def test_a_dense_model_and_an_unknown_router_are_refused(make_model):
     with pytest.raises(ConfigurationError, match="no routers"):
-        RouterReplay(make_model("llama"), max_live_share=0.0)
+        RouterReplay(make_model("llama"))
     model = make_model()
     router = find_replayed_routers(model)[1].module
     router.__class__ = type("SomeNewRouter", (type(router),), {})
     with pytest.raises(
         ConfigurationError, match=r"layer 1: expected a router that can be replayed, got \['SomeNewRouter'\]"
     ):
-        RouterReplay(model, max_live_share=0.0)
+        RouterReplay(model)
 
 
 def forward_code(class_name: str) -> str:

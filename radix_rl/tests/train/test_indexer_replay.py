@@ -58,10 +58,10 @@ def last_positions(samples: list[TrainSample], num_indexers: int) -> list[TrainS
     return windows
 
 
-def replayed(model: PreTrainedModel, samples: list[TrainSample], max_live_share: float = 0.0):
+def replayed(model: PreTrainedModel, samples: list[TrainSample]):
     counts = ReplayCounts()
     batch = collate(samples, CPU)
-    replay = IndexerReplay(model, max_live_share=max_live_share)
+    replay = IndexerReplay(model)
     with replay.microbatch(batch, counts):
         logprobs = response_logprobs(model, batch, SAMPLING)
         replay.forward_finished()
@@ -104,18 +104,16 @@ def test_attention_sees_exactly_the_recorded_positions(family, make_model, make_
     assert difference.abs().max() > 1e-3
 
 
-def test_rows_without_positions_are_chosen_live_up_to_the_ceiling(make_model, make_samples):
+def test_rows_without_positions_are_chosen_live(make_model, make_samples):
     model = make_model("deepseek_v32")
     samples = record_live(model, make_samples())
     rows = samples[0].indexer_topk.copy()
     rows[-1] = -1
     samples[0] = with_positions(samples[0], rows)
     total = sum(sample.num_tokens - 1 for sample in samples)
-    logprobs, counts = replayed(model, samples, max_live_share=1.5 / total)
+    logprobs, counts = replayed(model, samples)
     assert counts.indexer_token_layers == 3 * (total - 1)
     torch.testing.assert_close(logprobs, plain(model, samples), rtol=0, atol=1e-5)
-    with pytest.raises(ReplayError, match=f"1 of {total} token rows"):
-        replayed(model, samples, max_live_share=0.5 / total)
 
 
 def fewer_indexers(rows):
@@ -141,6 +139,11 @@ def named_twice(rows):
     return rows
 
 
+def fewer_than_there_are(rows):
+    rows[2, 1, 2] = -1
+    return rows
+
+
 def one_indexer_missing(rows):
     rows[0, 1] = -1
     return rows
@@ -154,7 +157,11 @@ def one_indexer_missing(rows):
         (a_later_token, "indexer 1: token 1 kept position 2, expected -1 to 1"),
         (below_nothing, "indexer 0: token 0 kept position -2"),
         (named_twice, "names a position twice"),
-        (one_indexer_missing, "in some indexers and none in others"),
+        (
+            one_indexer_missing,
+            r"sample 0/0: the indexers of token 0 kept \[1, 0, 1\] positions, expected 1 of each",
+        ),
+        (fewer_than_there_are, r"sample 0/0: the indexers of token 2 kept \[3, 2, 3\] positions, expected 3"),
     ],
 )
 def test_rows_that_do_not_fit_the_model_are_refused(
@@ -171,7 +178,7 @@ def test_an_exception_leaves_no_hook_and_no_rows_behind(make_model, make_samples
     samples = last_positions(make_samples(), 3)
     batch = collate(samples, CPU)
     before = plain(model, samples)
-    replay = IndexerReplay(model, max_live_share=0.0)
+    replay = IndexerReplay(model)
 
     def fail_in_the_middle():
         with replay.microbatch(batch, ReplayCounts()):
@@ -191,7 +198,7 @@ def test_recomputation_in_the_backward_pass_sees_the_same_positions(make_model, 
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for module in model.modules():
                 module.training = bool(getattr(module, "gradient_checkpointing", False))
-        replay = IndexerReplay(model, max_live_share=0.0)
+        replay = IndexerReplay(model)
         with replay.microbatch(collate(last_positions(make_samples(), 2), CPU), ReplayCounts()):
             logprobs = response_logprobs(model, collate(make_samples(), CPU), SAMPLING)
             replay.forward_finished()
@@ -204,7 +211,7 @@ def test_recomputation_in_the_backward_pass_sees_the_same_positions(make_model, 
 
 def test_a_model_without_indexers_is_refused(make_model):
     with pytest.raises(ConfigurationError, match="has no indexer"):
-        IndexerReplay(make_model(), max_live_share=0.0)
+        IndexerReplay(make_model())
 
 
 def test_samples_without_positions_are_refused(make_model, make_samples):

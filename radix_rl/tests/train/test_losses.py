@@ -99,6 +99,20 @@ def test_kl_to_the_reference_is_k3():
     torch.testing.assert_close(kl_to_reference(policy, reference), torch.tensor([[0.0, 1 - math.log(2)]]))
 
 
+@pytest.mark.parametrize("far", [20.0, 47.0, 9999.0])
+def test_a_token_far_from_the_reference_gets_no_unbounded_penalty_or_gradient(far):
+    reference = torch.zeros(1, 2)
+    policy = torch.tensor([[-far, far]], requires_grad=True)
+
+    penalty = kl_to_reference(policy, reference)
+    penalty.sum().backward()
+
+    torch.testing.assert_close(penalty, torch.tensor([[math.exp(20.0) - 21, math.exp(-20.0) + 19]]))
+    assert policy.grad is not None
+    if far > 20:
+        assert policy.grad.tolist() == [[0.0, 0.0]]
+
+
 OLD = torch.log(torch.tensor([[4.0, 1.0, 0.25]]))
 ROLLOUT = torch.zeros(1, 3)
 ONES = torch.ones(1, 3)

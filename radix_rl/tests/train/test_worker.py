@@ -8,8 +8,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from radix_rl.errors import TrainingError
+from radix_rl.errors import ConfigurationError, ReplayError, TrainingError
 from radix_rl.train.batch import TrainSample, split_microbatches
+from radix_rl.train.collectives import Ranks
+from radix_rl.train.replay.unrecorded import check_unrecorded
 from radix_rl.train.worker import PolicyWorker
 
 
@@ -48,6 +50,60 @@ def test_any_packing_into_microbatches_gives_the_same_loss_and_gradient(
     assert metrics["replay/router_disagreement"] == whole["replay/router_disagreement"]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("microbatch_tokens", [1, 10_000])
+def test_the_unrecorded_share_is_that_of_the_step_however_it_is_packed(
+    microbatch_tokens, make_config, make_model, make_samples
+):
+    samples = make_samples(4)
+    samples[1].routed_experts[-2:] = -1
+    total = sum(sample.num_tokens - 1 for sample in samples)
+    shares = {"allowed": 2.5 / total, "refused": 1.5 / total}
+    configs = {
+        name: make_config(train={"microbatch_tokens": microbatch_tokens, "max_unrecorded_share": share})
+        for name, share in shares.items()
+    }
+
+    _, metrics = parameters_after_step(configs["allowed"], make_model(), [samples[:2], samples[2:]])
+
+    assert metrics["replay/unrecorded_share"] == pytest.approx(2 / total)
+    message = (
+        f"2 of {total} token rows of this step have no recorded experts, .*max_unrecorded_share.*"
+        f"of sample {samples[1].name} 2 of {samples[1].num_tokens - 1}"
+    )
+    with pytest.raises(ReplayError, match=message):
+        parameters_after_step(configs["refused"], make_model(), [samples[:2], samples[2:]])
+
+
+class TwoRanks(Ranks):
+    """Rank 0 beside another one, of which only the sums are known."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def sum(self, values):
+        return {name: value + self.other[name] for name, value in values.items()}
+
+
+def test_the_unrecorded_share_is_that_of_all_ranks(make_samples):
+    samples = make_samples(2)
+    samples[0].routed_experts[0] = -1
+    rows = sum(sample.num_tokens - 1 for sample in samples)
+    share = 1 / (rows + 100)
+
+    check_unrecorded(samples, share, TwoRanks({"rows": 100.0, "unrecorded": 0.0}))
+    with pytest.raises(ReplayError, match=f"2 of {rows + 100} token rows"):
+        check_unrecorded(samples, share, TwoRanks({"rows": 100.0, "unrecorded": 1.0}))
+    for sample in samples:
+        sample.routed_experts[:] = 0
+    with pytest.raises(ReplayError, match=f"5 of {rows + 100} token rows"):
+        check_unrecorded(samples, share, TwoRanks({"rows": 100.0, "unrecorded": 5.0}))
+
+
+def test_the_setting_s_old_name_is_refused_with_the_new_one(make_config):
+    with pytest.raises(ConfigurationError, match=r"max_live_routed_share: .*max_unrecorded_share"):
+        make_config(train={"max_live_routed_share": 0.1})
 
 
 def test_a_token_the_mask_leaves_out_changes_nothing(make_config, make_model, make_samples):

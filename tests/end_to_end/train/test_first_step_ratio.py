@@ -51,6 +51,6 @@ def check_first_step(config, environment):
     assert metrics["gap/max_ratio_deviation_with_replay"] < 1e-4
     assert 1 - 1e-4 < metrics["train/ratio_min"] <= metrics["train/ratio_max"] < 1 + 1e-4
     assert metrics["replay/router_disagreement"] < 0.01
-    assert metrics["replay/live_routed_share"] == 0
+    assert metrics["replay/unrecorded_share"] == 0
     assert outcome.objects_left == 0
     return metrics

@@ -34,9 +34,9 @@ class TrainConfig(Section):
     replay_sampling_mask: bool = True
     """Where sampling truncates (top_k, top_p, min_p): take the vocabulary that survived in the engine. Off:
     the trainer truncates its own distribution, which differs at the edge."""
-    max_live_routed_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of real token rows (a sample's last token left out) that may lack recorded experts or positions,
-    and choose live."""
+    max_unrecorded_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of a step's token rows (a sample's last token left out) that may lack recorded experts or
+    positions, and choose live."""
     gap_without_replay_every_steps: int = Field(default=0, ge=0)
     """One extra forward pass without replay on every so many steps, to measure what replay gains. 0:
     never."""

@@ -59,6 +59,8 @@ class TrainBatch(msgspec.Struct, kw_only=True, eq=False):
     Position t of the `*_bt` response tensors speaks of token t itself; position 0 is never a response token.
     """
 
+    names: tuple[str, ...]
+    """How error messages call the samples."""
     input_ids_bt: torch.Tensor
     """int64; padding is token 0, which no real token attends to."""
     lengths_b: torch.Tensor
@@ -173,6 +175,7 @@ def collate(samples: Sequence[TrainSample], device: torch.device) -> TrainBatch:
         response["scale"][row, span] = sample.loss_scale * sample.loss_mask
     tensors = {name: torch.from_numpy(array).to(device) for name, array in response.items()}
     return TrainBatch(
+        names=tuple(sample.name for sample in samples),
         input_ids_bt=torch.from_numpy(input_ids).to(device),
         lengths_b=torch.tensor([sample.num_tokens for sample in samples], device=device),
         loss_mask_bt=tensors["mask"],

@@ -22,6 +22,7 @@ from radix_rl.train.replay.counts import ReplayCounts
 from radix_rl.train.replay.experts import RouterReplay
 from radix_rl.train.replay.hooked import HookedReplay
 from radix_rl.train.replay.indexers import IndexerReplay
+from radix_rl.train.replay.unrecorded import check_unrecorded
 from radix_rl.train.schedule import learning_rate
 
 
@@ -68,12 +69,11 @@ class PolicyWorker:
         self.optimizer_steps = 0
         """Taken so far; the schedule depends on it."""
         self._device = torch.device(config.train.device)
-        live_share = config.train.max_live_routed_share
         self._replays: list[HookedReplay] = []
         if config.train.replay_routed_experts:
-            self._replays.append(RouterReplay(model, max_live_share=live_share))
+            self._replays.append(RouterReplay(model))
         if config.train.replay_indexer_topk:
-            self._replays.append(IndexerReplay(model, max_live_share=live_share))
+            self._replays.append(IndexerReplay(model))
 
     def train_step(
         self, minibatches: Sequence[Sequence[TrainSample]], *, measure_without_replay: bool = False
@@ -88,6 +88,7 @@ class PolicyWorker:
         """
         step = _StepSums()
         samples = [sample for minibatch in minibatches for sample in minibatch]
+        check_unrecorded(samples, self.config.train.max_unrecorded_share, self.ranks)
         metrics: dict[str, float] = {}
         if measure_without_replay and self._replays_anything:
             metrics |= self._gap_metrics(self._measure_gap(samples), "without_replay")
@@ -288,7 +289,7 @@ class PolicyWorker:
         metrics: dict[str, float] = {}
         if self.config.train.replay_routed_experts:
             metrics["replay/router_disagreement"] = sums["disagreeing"] / max(sums["token_layers"], 1.0)
-            metrics["replay/live_routed_share"] = sums["live_rows"] / max(sums["rows"], 1.0)
+            metrics["replay/unrecorded_share"] = sums["unrecorded_rows"] / max(sums["rows"], 1.0)
         if self.config.train.replay_indexer_topk:
             token_layers = max(sums["indexer_token_layers"], 1.0)
             metrics["replay/indexer_disagreement"] = sums["indexer_disagreeing"] / token_layers

@@ -116,7 +116,7 @@ async def test_an_installed_kind_is_recorded_by_the_engine_and_replayed_by_the_t
         assert rows[:, layer].tolist() == experts[:14].tolist()
 
     def replayed(sample: TrainSample) -> tuple[torch.Tensor, ReplayCounts]:
-        counts, replay = ReplayCounts(), RouterReplay(own_model, max_live_share=0.0)
+        counts, replay = ReplayCounts(), RouterReplay(own_model)
         batch = collate([sample], torch.device("cpu"))
         with replay.microbatch(batch, counts):
             logprobs = response_logprobs(own_model, batch, SamplingConfig())
@@ -148,7 +148,7 @@ def test_every_kind_of_ours_has_a_row_in_the_guide():
 
 def test_an_unknown_router_is_refused_with_the_kinds_that_are_known(own_model):
     with pytest.raises(ConfigurationError, match=r"got \['SquaredSigmoidRouter'\].*sigmoid_then_scale"):
-        RouterReplay(own_model, max_live_share=0.0)
+        RouterReplay(own_model)
 
 
 def test_a_kind_that_is_installed_under_a_name_of_ours_is_refused_with_both_places(install):

@@ -13,8 +13,8 @@ class ReplayCounts:
     """Of those, where the live top-k set differs from the recorded one."""
     rows: int = 0
     """Token rows in all."""
-    live_rows: int = 0
-    """Token rows without a recorded choice, which were routed live."""
+    unrecorded_rows: int = 0
+    """Token rows without recorded experts, which were routed live."""
     indexer_token_layers: int = 0
     """Replayed token rows times indexers."""
     indexer_disagreeing: int = 0

@@ -35,13 +35,9 @@ class HookedReplay(ABC, Generic[BindingT]):
     kind: ClassVar[str]
     """How error messages call a module."""
 
-    def __init__(self, modules: Mapping[int, torch.nn.Module], *, max_live_share: float) -> None:
-        """`modules` by layer or number.
-
-        `max_live_share`: the part of a microbatch's token rows that may lack a record.
-        """
+    def __init__(self, modules: Mapping[int, torch.nn.Module]) -> None:
+        """`modules` by layer or number."""
         self._modules = modules
-        self._max_live_share = max_live_share
         self._bound: BindingT | None = None
 
     @contextmanager
@@ -68,7 +64,11 @@ class HookedReplay(ABC, Generic[BindingT]):
             self._bound = None
 
     def forward_finished(self) -> None:
-        """Raises ReplayError unless every module was called once. From here on calls are recomputation."""
+        """Check the forward pass; from here on calls are recomputation.
+
+        Raises ReplayError unless every module was called once, and for rows that the pass shows to be
+        unrecorded.
+        """
         binding = self._bound
         assert binding is not None
         wrong = {number: calls for number in self._modules if (calls := binding.calls.get(number, 0)) != 1}
@@ -77,6 +77,7 @@ class HookedReplay(ABC, Generic[BindingT]):
                 f"replay expected one call of each {self.kind} in a forward pass, got {wrong} (number: "
                 f"calls); the model shares, skips or repeats {self.kind}s, which replay does not support"
             )
+        self._check_forward(binding)
         binding.recomputing = True
 
     def _hook(self, number: int, binding: BindingT) -> Callable[..., Any]:
@@ -88,12 +89,9 @@ class HookedReplay(ABC, Generic[BindingT]):
 
         return hook
 
-    def _check_live_share(self, num_live: int, num_needed: int, what: str) -> None:
-        if num_live > self._max_live_share * num_needed:
-            raise ReplayError(
-                f"{num_live} of {num_needed} token rows have no recorded {what}, more than the share "
-                f"{self._max_live_share} that train.max_live_routed_share allows"
-            )
+    def _check_forward(self, binding: BindingT) -> None:
+        """Look at a forward pass that has ended. Raises ReplayError."""
+        return
 
     @abstractmethod
     def _bind(self, batch: TrainBatch, counts: ReplayCounts) -> BindingT:

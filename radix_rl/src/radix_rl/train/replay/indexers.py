@@ -1,5 +1,6 @@
 """Indexer replay: sparse attention of one microbatch keeps the positions that the engine recorded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,13 +33,13 @@ class IndexerReplay(HookedReplay[_Positions]):
 
     kind: ClassVar[str] = "indexer"
 
-    def __init__(self, model: PreTrainedModel, *, max_live_share: float) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         indexers = find_indexers(decoder_layers(model))
         if not indexers:
             raise ConfigurationError(
                 f"train.replay_indexer_topk is on, but {type(model).__name__} has no indexer; set it to false"
             )
-        super().__init__(dict(enumerate(indexers)), max_live_share=max_live_share)
+        super().__init__(dict(enumerate(indexers)))
         self._index_topk = int(model.config.get_text_config(decoder=True).index_topk)
 
     def _disagreeing(self, number: int, output: torch.Tensor, binding: _Positions) -> torch.Tensor:
@@ -63,18 +64,21 @@ class IndexerReplay(HookedReplay[_Positions]):
                 "indexer replay is on, but the samples carry no indexer_topk; the engine must return it "
                 "(--enable-return-indexer-topk)"
             )
-        self._check(rows)
-        present_bti = (rows >= 0).any(dim=-1)
-        present_bt = present_bti.all(dim=-1)
-        if not (present_bt | ~present_bti.any(dim=-1)).all():
-            raise ReplayError(
-                "a token has recorded positions in some indexers and none in others, which means that the "
-                "capture is incomplete"
-            )
+        self._check(rows, batch.names)
         token = torch.arange(rows.shape[1], device=rows.device)
+        kept_bti = (rows >= 0).sum(dim=-1)
+        # A token sees itself and those before it, and an indexer keeps as many of them as it may.
+        present_bti = kept_bti == (token + 1).clamp(max=self._index_topk)[:, None]
+        present_bt = present_bti.all(dim=-1)
+        partly_bt = ~(present_bt | (kept_bti == 0).all(dim=-1))
+        if partly_bt.any():
+            b, t = (int(part) for part in partly_bt.nonzero()[0])
+            raise ReplayError(
+                f"sample {batch.names[b]}: the indexers of token {t} kept {kept_bti[b, t].tolist()} "
+                f"positions, expected {min(t + 1, self._index_topk)} of each or none at all: the capture is "
+                "incomplete"
+            )
         needed_bt = token < (batch.lengths_b - 1)[:, None]
-        num_needed, num_live = int(needed_bt.sum()), int((needed_bt & ~present_bt).sum())
-        self._check_live_share(num_live, num_needed, "positions")
         counted_bt = needed_bt & present_bt
         counts.indexer_token_layers += int(counted_bt.sum()) * len(self._modules)
         ordered = torch.where(rows < 0, _NO_POSITION, rows).sort(dim=-1).values
@@ -82,7 +86,7 @@ class IndexerReplay(HookedReplay[_Positions]):
         filled = torch.where(present_bt[..., None, None], filled, -1)
         return _Positions(positions_btik=filled, ordered_btik=ordered, counted_bt=counted_bt)
 
-    def _check(self, rows: torch.Tensor) -> None:
+    def _check(self, rows: torch.Tensor, names: Sequence[str]) -> None:
         num_indexers, width = rows.shape[2:]
         if num_indexers != len(self._modules) or width != self._index_topk:
             raise ReplayError(
@@ -94,12 +98,16 @@ class IndexerReplay(HookedReplay[_Positions]):
         if wrong.any():
             b, t, i, k = (int(part) for part in wrong.nonzero()[0])
             raise ReplayError(
-                f"indexer {i}: token {t} kept position {int(rows[b, t, i, k])}, expected -1 to {t}; "
-                "positions are counted from the start of the request"
+                f"sample {names[b]}: indexer {i}: token {t} kept position {int(rows[b, t, i, k])}, expected "
+                f"-1 to {t}; positions are counted from the start of the request"
             )
         ordered = rows.sort(dim=-1).values
-        if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
-            raise ReplayError("a recorded row names a position twice; the rows were not filled by an indexer")
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        if twice.any():
+            raise ReplayError(
+                f"sample {names[int(twice.nonzero()[0, 0])]}: a recorded row names a position twice; the "
+                "rows were not filled by an indexer"
+            )
 
 
 def _differs(ordered_btk: torch.Tensor, live_btk: torch.Tensor) -> torch.Tensor:

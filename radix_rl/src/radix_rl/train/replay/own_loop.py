@@ -11,6 +11,7 @@ from radix_rl.errors import ReplayError
 from radix_rl.train.batch import TrainBatch
 from radix_rl.train.replay.counts import ReplayCounts
 from radix_rl.train.replay.experts import RouterReplay
+from radix_rl.train.replay.unrecorded import unrecorded_rows
 
 NO_ROW = -1
 
@@ -22,12 +23,14 @@ class ExpertReplay:
     router. Outside of `batch` the model is as it was.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_live_share: float = 0.0) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_unrecorded_share: float = 0.0) -> None:
         """Find the model's routers. Raises ReplayError for a model whose routers are not known.
 
-        `max_live_share` is the share of a batch's rows that may lack recorded experts and choose their own.
+        `max_unrecorded_share` is the share of a batch's rows that may lack recorded experts and choose their
+        own.
         """
-        self._replay = RouterReplay(model, max_live_share=max_live_share)
+        self._replay = RouterReplay(model)
+        self._max_unrecorded_share = max_unrecorded_share
         self.counts = ReplayCounts()
         """Over all batches so far; `disagreeing` of `token_layers` would have been routed otherwise."""
 
@@ -46,8 +49,18 @@ class ExpertReplay:
         rows that do not fit the model.
         """
         batch = _batch_of(input_ids_bt, routed_experts)
+        self._check_unrecorded(routed_experts)
         with self._replay.microbatch(batch, self.counts) as bound:
             yield bound.forward_finished
+
+    def _check_unrecorded(self, routed_experts: Sequence[np.ndarray]) -> None:
+        unrecorded = sum(map(unrecorded_rows, routed_experts))
+        num_rows = sum(map(len, routed_experts))
+        if unrecorded > self._max_unrecorded_share * num_rows:
+            raise ReplayError(
+                f"{unrecorded} of {num_rows} token rows have no recorded experts, more than "
+                f"max_unrecorded_share={self._max_unrecorded_share} allows"
+            )
 
 
 def _batch_of(input_ids_bt: torch.Tensor, routed_experts: Sequence[np.ndarray]) -> TrainBatch:
@@ -67,6 +80,7 @@ def _batch_of(input_ids_bt: torch.Tensor, routed_experts: Sequence[np.ndarray]) 
         padded[row, : len(rows)] = rows
     nothing_bt = torch.zeros(num_sequences, width, device=input_ids_bt.device)
     return TrainBatch(
+        names=tuple(f"number {row}" for row in range(num_sequences)),
         input_ids_bt=input_ids_bt,
         lengths_b=torch.tensor([len(rows) + 1 for rows in routed_experts], device=input_ids_bt.device),
         loss_mask_bt=nothing_bt,
