@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import uuid
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 
 from radix_transfer_plugins import OutputStore, TokenOutputStash, create_backend
+from radix_transfer_plugins.backends.base import BackendStats
+from radix_transfer_plugins.backends.memory import MemoryBackend
 from radix_transfer_plugins.cli import EPILOG, _parser, main
 
 ROWS = np.arange(24, dtype=np.int32).reshape(3, 4, 2)
@@ -55,16 +58,17 @@ def test_stat_counts_the_store_and_what_lies_below_the_prefix(run, store, ref):
     assert (figures["objects"], figures["used_bytes"]) == (3, 96 + 8 + 10)
     assert (figures["key_prefix"], figures["prefix_objects"], figures["prefix_bytes"]) == ("run-1", 2, 104)
     _, out, _ = run("stat")
-    assert "prefix_bytes     104\n" in out
+    assert "prefix         104 bytes\n" in out
+    assert "prefix_oldest  0s ago\n" in out
     store.backend.delete_batch(["other/a"])
 
 
 def test_list_prints_size_and_key_of_each_object(run, ref):
     status, out, _ = run("list")
     assert status == 0
-    assert [line.split()[1:] for line in out.splitlines()] == [
-        ["96", f"{ref.key}/routed_experts"],
-        ["8", f"{ref.key}/sampling_mask_lengths"],
+    assert [line.split() for line in out.splitlines()] == [
+        ["0s", "96", "bytes", f"{ref.key}/routed_experts"],
+        ["0s", "8", "bytes", f"{ref.key}/sampling_mask_lengths"],
     ]
     _, out, _ = run("list", "--json")
     assert {info["key"]: info["stored_bytes"] for info in json.loads(out)} == {
@@ -165,6 +169,58 @@ def test_the_examples_of_the_help_are_commands_that_parse():
     examples = [line.strip() for line in EPILOG.splitlines() if line.startswith("  radix-store ")]
     parsed = [_parser().parse_args(shlex.split(example)[1:]).run.__name__ for example in examples]
     assert parsed == ["stat", "list_objects", "collect_garbage", "collect_garbage", "cat"]
+
+
+def test_cat_takes_the_backend_from_the_reference(config, ref, capsys):
+    assert main(["cat", "--config", config, json.dumps(ref.to_builtins())]) == 0
+    assert "[22 23]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["stat"], ["list"], ["gc", "--older-than", "1h", "--delete"]])
+def test_a_mistyped_space_is_refused_with_those_that_are_there_and_not_made(command, capsys):
+    there, mistyped = f"test-{uuid.uuid4().hex}", f"test-{uuid.uuid4().hex}"
+    backend = create_backend("shared_memory", {"space": there})
+    try:
+        config = json.dumps({"space": mistyped})
+        assert main([*command, "--backend", "shared_memory", "--config", config]) == 1
+        assert there in capsys.readouterr().err
+        assert not os.path.exists(f"/dev/shm/radix-{mistyped}")
+        assert main([*command, "--backend", "shared_memory", "--config", json.dumps({"space": there})]) == 0
+    finally:
+        backend.close()
+        shutil.rmtree(f"/dev/shm/radix-{there}")
+
+
+def test_a_reader_that_closes_the_pipe_early_is_no_error(tmp_path):
+    store = OutputStore(create_backend("shared_memory", {"directory": str(tmp_path / "s")}), key_prefix="a")
+    # More than a pipe holds.
+    store.backend.put_batch([(f"a/{'k' * 200}{number}", b"x") for number in range(600)])
+    store.close()
+    command = os.path.join(os.path.dirname(sys.executable), "radix-store")
+    config = json.dumps({"directory": str(tmp_path / "s"), "key_prefix": "a"})
+    listing = [command, "list", "--backend", "shared_memory", "--config", config]
+    process = subprocess.Popen(listing, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().endswith("\n")
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait(30) == 0
+    process.stderr.close()
+
+
+def test_what_a_native_library_writes_to_stderr_is_shown_only_if_asked(monkeypatch, config, capfd):
+    def stats(self):
+        os.write(2, b"I1201 native line\n")
+        return BackendStats(0, 0, None)
+
+    monkeypatch.setattr(MemoryBackend, "stats", stats)
+    assert main(["stat", "--backend", "memory", "--config", config]) == 0
+    assert capfd.readouterr().err == ""
+    assert main(["stat", "--backend", "memory", "--config", config, "--verbose"]) == 0
+    assert capfd.readouterr().err == "I1201 native line\n"
+    assert main(["stat", "--backend", "memory", "--config", "{}}"]) == 1
+    assert capfd.readouterr().err.startswith("radix-store: ")
 
 
 def test_unknown_backend_lists_the_known_ones(capsys):

@@ -52,6 +52,7 @@ def test_the_shell_commands_of_the_guide_run():
     space = f"guide-{uuid.uuid4().hex}"
     script = "\n".join(blocks(DOCS / "store.md", "bash")).replace('"guide"', f'"{space}"')
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    radix_transfer_plugins.create_backend("shared_memory", {"space": space}).close()
     try:
         subprocess.run(["bash", "-euc", script], check=True, timeout=120, env={**os.environ, "PATH": path})
     finally:

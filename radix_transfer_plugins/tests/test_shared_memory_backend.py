@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from radix_transfer_plugins import OutputStore, create_backend
+from radix_transfer_plugins import OutputStore, TokenOutputStash, create_backend
 from radix_transfer_plugins.backends.base import BackendStats
 from radix_transfer_plugins.backends.shared_memory import SharedMemoryBackend
 from radix_transfer_plugins.backends.shared_memory.space import Space
@@ -86,6 +86,22 @@ def test_files_are_private_and_a_directory_that_others_enter_is_refused(
     directory.chmod(0o755)
     with pytest.raises(ConfigError, match="chmod 700"):
         connect()
+
+
+def test_memory_that_a_view_keeps_after_the_object_was_deleted_is_counted(connect: Connect) -> None:
+    backend = connect()
+    store = OutputStore(backend, key_prefix="a")
+    (ref,) = store.put_many([TokenOutputStash(routed_experts=np.ones((1000, 100, 8), np.int32))])
+    with store.get_many([(ref, ["routed_experts"])], stash_type=TokenOutputStash) as (stash,):
+        assert stash.routed_experts is not None
+        kept = np.asarray(stash.routed_experts)
+    store.delete_many([ref])
+    stats = backend.stats()
+    assert (stats.objects, stats.used_bytes) == (0, 0)
+    assert 3_200_000 <= stats.lent_bytes < 3_210_000
+    assert kept[999, 99, 7] == 1
+    del kept, stash
+    assert backend.stats().lent_bytes == 0
 
 
 def test_symbolic_links_are_not_followed(connect: Connect, directory: Path, tmp_path: Path) -> None:

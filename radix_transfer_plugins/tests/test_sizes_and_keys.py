@@ -6,7 +6,7 @@ import pytest
 
 from radix_transfer_plugins.errors import ConfigError, KeyOutsidePrefixError
 from radix_transfer_plugins.keys import KeySource, check_prefix, is_field_name, is_key, require_inside
-from radix_transfer_plugins.sizes import parse_bytes, parse_seconds
+from radix_transfer_plugins.sizes import format_bytes, format_seconds, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,23 @@ from radix_transfer_plugins.sizes import parse_bytes, parse_seconds
 )
 def test_sizes_count_by_1024(text, num_bytes):
     assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KB"), (3 << 19, "1.5 MB"), (5 << 30, "5.0 GB"),
+     (2 << 40, "2.0 TB"), (3000 << 40, "3000.0 TB")],
+)  # fmt: skip
+def test_sizes_are_shown_in_the_largest_unit_that_fits(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "text"),
+    [(-5, "0s"), (59.9, "59s"), (60, "1m 00s"), (3599, "59m 59s"), (7325, "2h 02m"), (100_000, "1d 03h")],
+)
+def test_durations_are_shown_in_their_two_largest_units(duration_s, text):
+    assert format_seconds(duration_s) == text
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """`radix-store`: look at a store and clean it, whatever its backend."""
 
 import argparse
+import contextlib
 import json
 import logging
+import os
 import pathlib
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +18,7 @@ from radix_transfer_plugins.backends.base import ObjectInfo
 from radix_transfer_plugins.errors import FieldMissingError, OutputStoreError, RefError
 from radix_transfer_plugins.ref import StoreRef
 from radix_transfer_plugins.registry import backend_names, create_backend
-from radix_transfer_plugins.sizes import parse_bytes, parse_seconds
+from radix_transfer_plugins.sizes import format_bytes, format_seconds, parse_bytes, parse_seconds
 from radix_transfer_plugins.store import OutputStore
 
 EPILOG = """exit status: 0 done, 1 the store refused or failed (the reason is on stderr), 2 wrong usage.
@@ -26,7 +29,7 @@ examples:
   # What would be removed, then its removal.
   radix-store gc --backend shared_memory --key-prefix run-1 --older-than 2h
   radix-store gc --backend shared_memory --key-prefix run-1 --older-than 2h --delete
-  radix-store cat --backend shared_memory ref.json --npy arrays/
+  radix-store cat ref.json --key-prefix run-1 --npy arrays/
 """
 
 
@@ -35,16 +38,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        backend = create_backend(arguments.backend, _text_or_file(arguments.config))
-        store = OutputStore(backend, key_prefix=arguments.key_prefix)
-        try:
-            arguments.run(store, arguments)
-        finally:
-            store.close()
+        with contextlib.nullcontext() if arguments.verbose else _quiet_libraries():
+            _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough, as `head` does. What Python still flushes goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OutputStoreError, OSError) as error:
         print(f"radix-store: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    """One command on a store that is there already: a mistyped name does not make one."""
+    name = arguments.backend
+    if arguments.run is cat:
+        arguments.ref = _parse_ref(arguments.ref)
+        name = name or arguments.ref.backend
+    backend = create_backend(name, _text_or_file(arguments.config), existing=True)
+    store = OutputStore(backend, key_prefix=arguments.key_prefix)
+    try:
+        arguments.run(store, arguments)
+    finally:
+        store.close()
+
+
+@contextlib.contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Native clients, Mooncake's above all, log to the descriptor of stderr, whatever Python does with it."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def stat(store: OutputStore, arguments: argparse.Namespace) -> None:
@@ -65,7 +98,7 @@ def stat(store: OutputStore, arguments: argparse.Namespace) -> None:
         print(json.dumps(figures))
         return
     for name, value in figures.items():
-        print(f"{name:<16} {'-' if value is None else value}")
+        print(f"{name.removesuffix('_bytes').removesuffix('_s'):<14} {_readable(name, value)}")
 
 
 def list_objects(store: OutputStore, arguments: argparse.Namespace) -> None:
@@ -86,7 +119,7 @@ def collect_garbage(store: OutputStore, arguments: argparse.Namespace) -> None:
         print(json.dumps({"found": [msgspec.to_builtins(info) for info in found], "removed": removed}))
         return
     _print_objects(found, as_json=False)
-    size = f"{len(found)} objects, {sum(info.stored_bytes for info in found)} bytes"
+    size = f"{len(found)} objects, {format_bytes(sum(info.stored_bytes for info in found))}"
     if arguments.delete:
         print(f"removed {removed} objects")
     else:
@@ -95,11 +128,7 @@ def collect_garbage(store: OutputStore, arguments: argparse.Namespace) -> None:
 
 def cat(store: OutputStore, arguments: argparse.Namespace) -> None:
     """Read the fields of a reference: print them, or write them as .npy files."""
-    text = _text_or_file(arguments.ref)
-    try:
-        ref = StoreRef.from_builtins(msgspec.json.decode(text or ""))
-    except msgspec.DecodeError as error:
-        raise RefError(f"expected a reference as JSON text, a file of it or '-': {error}") from error
+    ref: StoreRef = arguments.ref
     names = arguments.field or list(ref.fields)
     unknown = [name for name in names if name not in ref.fields]
     if unknown:
@@ -124,23 +153,40 @@ def cat(store: OutputStore, arguments: argparse.Namespace) -> None:
             )
             continue
         rows = f" rows [{spec.start_row}, {spec.end_row})" if spec.shape else ""
-        print(f"{name}: {spec.dtype} {list(spec.shape)}{rows} {spec.codec} {spec.stored_bytes} bytes")
+        print(f"{name}: {spec.dtype} {list(spec.shape)}{rows} {spec.codec} {format_bytes(spec.stored_bytes)}")
         if arguments.npy is None:
             print(np.array2string(array, threshold=200, edgeitems=3))
 
 
+def _parse_ref(given: str) -> StoreRef:
+    """Raises RefError."""
+    try:
+        return StoreRef.from_builtins(msgspec.json.decode(_text_or_file(given) or ""))
+    except msgspec.DecodeError as error:
+        raise RefError(f"expected a reference as JSON text, a file of it or '-': {error}") from error
+
+
+def _readable(name: str, value: Any) -> str:
+    """A figure of `stat` for people."""
+    if value is None:
+        return "-"
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    return f"{format_seconds(time.time() - value)} ago" if name.endswith("_s") else str(value)
+
+
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--backend", required=True, metavar="NAME", help=f"one of: {', '.join(backend_names())}"
-    )
     common.add_argument(
         "--config", metavar="JSON", help="the backend's configuration, as JSON text or a file of it"
     )
     common.add_argument(
         "--key-prefix", metavar="PREFIX", help="default: the backend's; nothing outside it is touched"
     )
-    common.add_argument("--json", action="store_true", help="machine-readable output")
+    common.add_argument("--json", action="store_true", help="machine-readable output: bytes and Unix time")
+    common.add_argument(
+        "--verbose", action="store_true", help="show what the backend's own library logs, on stderr"
+    )
     parser = argparse.ArgumentParser(
         prog="radix-store",
         description="Look at an output store and clean it.",
@@ -152,6 +198,13 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run: Any) -> argparse.ArgumentParser:
         made = commands.add_parser(name, parents=[common], help=run.__doc__, description=run.__doc__)
         made.set_defaults(run=run)
+        by_ref = run is cat
+        made.add_argument(
+            "--backend",
+            required=not by_ref,
+            metavar="NAME",
+            help=f"one of: {', '.join(backend_names())}{'; default: the one of REF' if by_ref else ''}",
+        )
         return made
 
     age_help = "such as 90s, 30m, 2h or 1d"
@@ -206,6 +259,7 @@ def _print_objects(objects: Sequence[ObjectInfo], as_json: bool) -> None:
     if as_json:
         print(json.dumps([msgspec.to_builtins(info) for info in objects]))
         return
+    now = time.time()
     for info in objects:
-        created = np.datetime64(int(info.created_s), "s")
-        print(f"{created}Z {info.stored_bytes:>14} {info.key}")
+        age, size = format_seconds(now - info.created_s), format_bytes(info.stored_bytes)
+        print(f"{age:>8} {size:>12}  {info.key}")

@@ -70,10 +70,13 @@ def get_codec(name: str) -> type[Codec]:
     return _codecs.get(name)
 
 
-def create_backend(name: str, config: str | Mapping[str, object] | None = None) -> Backend:
+def create_backend(
+    name: str, config: str | Mapping[str, object] | None = None, *, existing: bool = False
+) -> Backend:
     """Connect to a backend.
 
-    `config` is a JSON object, as text or parsed. Raises ConfigError naming the known backends.
+    `config` is a JSON object, as text or parsed. `existing`: a store that is not there is not made, but
+    StoreUnavailableError. Raises ConfigError naming the known backends.
     """
     cls = _backends.get(name)
     if isinstance(config, str):
@@ -87,7 +90,7 @@ def create_backend(name: str, config: str | Mapping[str, object] | None = None) 
     if not isinstance(config, Mapping):
         raise ConfigError(f"configuration of backend {name!r}: expected a JSON object, got {config!r}")
     try:
-        return cls.from_config(config)
+        return cls.from_existing(config) if existing else cls.from_config(config)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"backend {name!r} needs the module {error.name!r}, which is not installed; "

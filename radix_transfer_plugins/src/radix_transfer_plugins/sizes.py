@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: "1gb", "64 MiB", "2h"."""
+"""Sizes and durations as people write and read them: "1gb", "64 MiB", "2h"."""
 
 import re
 
@@ -48,3 +48,25 @@ def parse_seconds(value: object, name: str = "duration") -> float:
     raise ConfigError(
         f'{name}: expected seconds as a number >= 0 or text such as "90s", "30m" or "2h", got {value!r}'
     )
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size for people, such as "1.2 MB"; units count by 1024, as in `parse_bytes`."""
+    size = float(num_bytes)
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if size < 1024:
+            return f"{num_bytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TB"
+
+
+def format_seconds(duration_s: float) -> str:
+    """A duration for people in its two largest units, such as "45s", "12m 05s", "3h 12m" or "2d 04h"."""
+    seconds = max(0, int(duration_s))
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m {seconds % 60:02}s"
+    if seconds < 86400:
+        return f"{seconds // 3600}h {seconds // 60 % 60:02}m"
+    return f"{seconds // 86400}d {seconds // 3600 % 24:02}h"

@@ -196,10 +196,25 @@ class OutputStore:
         return [stash_type(**fields) for fields in arrays]
 
     def delete_many(self, refs: Sequence[StoreRef]) -> None:
-        """Idempotent. Raises KeyOutsidePrefixError before it deletes anything."""
+        """Delete the objects; absent ones count as deleted.
+
+        A reference that this store may not touch is left alone, and does not keep the others from being
+        deleted: afterwards its error is raised, RefError or KeyOutsidePrefixError.
+        """
+        refused: list[RefError] = []
+        keys: list[str] = []
         for ref in refs:
-            require_readable(ref, self.backend.name, self.key_prefix)
-        self._delete([ref.field_key(name) for ref in refs for name in ref.fields])
+            try:
+                require_readable(ref, self.backend.name, self.key_prefix)
+            except RefError as error:
+                refused.append(error)
+            else:
+                keys += [ref.field_key(name) for name in ref.fields]
+        self._delete(keys)
+        if refused:
+            raise type(refused[0])(
+                f"{len(refused)} of {len(refs)} references were not deleted, the others were: {refused[0]}"
+            ) from refused[0]
 
     def list_objects(self, *, older_than_s: float = 0.0) -> Iterator[ObjectInfo]:
         """Objects below the key prefix."""

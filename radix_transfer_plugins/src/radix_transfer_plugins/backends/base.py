@@ -28,6 +28,10 @@ class BackendStats(msgspec.Struct, frozen=True):
     used_bytes: int
     capacity_bytes: int | None
     """None: bounded by the machine only."""
+    lent_bytes: int = 0
+    """What this process's views of reads keep of the store's memory: also of deleted objects, which no longer
+    count as used. 0 where views are memory of the reader.
+    """
 
 
 class Lease(ABC):
@@ -70,6 +74,15 @@ class Backend(ABC):
 
         Unknown names and wrong types raise ConfigError, unreachable services StoreUnavailableError.
         """
+
+    @classmethod
+    def from_existing(cls, config: Mapping[str, object]) -> Self:
+        """Connect as a tool that only looks: a store that is not there is not made.
+
+        Backends that make their store when they connect override this. Raises what from_config raises, and
+        StoreUnavailableError for a store that is not there.
+        """
+        return cls.from_config(config)
 
     @abstractmethod
     def put_batch(self, items: Sequence[tuple[str, Buffer]], *, waited_s: float = 0.0) -> None:

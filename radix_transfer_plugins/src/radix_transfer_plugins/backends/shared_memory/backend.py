@@ -6,6 +6,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Self
 
@@ -14,7 +15,7 @@ import numpy as np
 from radix_transfer_plugins.backends.base import Backend, BackendStats, Lease, ObjectInfo
 from radix_transfer_plugins.backends.lease import ViewLease
 from radix_transfer_plugins.backends.shared_memory import layout
-from radix_transfer_plugins.backends.shared_memory.config import SharedMemoryConfig
+from radix_transfer_plugins.backends.shared_memory.config import SharedMemoryConfig, existing_spaces
 from radix_transfer_plugins.backends.shared_memory.directory import PRIVATE_FLAGS
 from radix_transfer_plugins.backends.shared_memory.space import Claim, Draft, Space, read_header
 from radix_transfer_plugins.buffers import byte_view
@@ -55,10 +56,22 @@ class SharedMemoryBackend(Backend):
         self._calls: set[tuple[int, object]] = set()
         """Calls under way, with their process: a forked child inherits those of its parent's threads."""
         self._attached = (os.getpid(), Space(config.path))
+        self._lent: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        """Mappings that views still hold."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
         return cls(SharedMemoryConfig.parse(config))
+
+    @classmethod
+    def from_existing(cls, config: Mapping[str, object]) -> Self:
+        parsed = SharedMemoryConfig.parse(config)
+        if not parsed.path.is_dir():
+            raise StoreUnavailableError(
+                f"shared_memory: no store at {str(parsed.path)!r}; spaces on this machine: "
+                f"{', '.join(existing_spaces()) or 'none'}"
+            )
+        return cls(parsed)
 
     @property
     def _space(self) -> Space:
@@ -121,7 +134,7 @@ class SharedMemoryBackend(Backend):
                 absent.append(key)
                 continue
             try:
-                views.append(_view(file, key))
+                views.append(_view(file, key, self._lent))
             finally:
                 os.close(file)
         if absent:
@@ -168,7 +181,8 @@ class SharedMemoryBackend(Backend):
         with self._using() as space:
             space.settle()
             usage = space.usage
-        return BackendStats(usage.objects, usage.used_bytes, self.config.capacity_bytes)
+        lent_bytes = sum(len(mapping) for mapping in tuple(self._lent))
+        return BackendStats(usage.objects, usage.used_bytes, self.config.capacity_bytes, lent_bytes)
 
     def close(self) -> None:
         """Waits for running calls; those that wait for room give up."""
@@ -337,8 +351,8 @@ def _info(file: int, name: str) -> ObjectInfo | None:
     return ObjectInfo(header.key, header.payload_bytes, header.created_ns / 1e9)
 
 
-def _view(file: int, key: str) -> memoryview:
-    """Read-only bytes of the object: a mapping, or a copy if it is small or has holes."""
+def _view(file: int, key: str, lent: weakref.WeakSet[mmap.mmap]) -> memoryview:
+    """Read-only bytes of the object: a mapping, noted in `lent`, or a copy if it is small or has holes."""
     offset = layout.payload_offset(key)
     status = os.fstat(file)
     file_bytes = status.st_size
@@ -350,6 +364,7 @@ def _view(file: int, key: str) -> memoryview:
                 return _read_sparse(file, key, file_bytes)
             populate = mmap.MAP_POPULATE if file_bytes <= _MAX_POPULATED_BYTES else 0
             data = mmap.mmap(file, file_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED | populate)
+            lent.add(data)
         except OSError as error:
             raise StoreUnavailableError(
                 f"shared_memory: cannot map {key!r} ({file_bytes} bytes): {error.strerror}; release views "

@@ -15,6 +15,11 @@ _PARENT = Path("/dev/shm")
 _SPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 
 
+def existing_spaces() -> list[str]:
+    """Names of the spaces of this machine, of every user."""
+    return sorted(path.name.removeprefix("radix-") for path in _PARENT.glob("radix-*") if path.is_dir())
+
+
 class SharedMemoryOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a user writes. Processes that name the same space (or directory) share one store."""
 
