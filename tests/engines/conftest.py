@@ -141,8 +141,11 @@ def test_plugin() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def with_test_plugin() -> dict[str, str]:
-    """Environment variables by which servers find it."""
-    return {"PYTHONPATH": str(PLUGIN_FOLDER)}
+    """Environment variables by which servers find it, and the sources of this checkout: the environments may
+    have been built from another one.
+    """
+    sources = [HERE.parents[1] / name / "src" for name in ("radix_engine_plugins", "radix_transfer_plugins")]
+    return {"PYTHONPATH": os.pathsep.join(map(str, [PLUGIN_FOLDER, *sources]))}
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,6 @@ finish.py          put, then answer
 handover.py        whose object is it: discards what no client received
 chat.py            the reference in chat answers
 server_info.py     says that the store is on
-session.py         one process's client of the store
+session.py         what this engine's connection to the store adds
 worker_app.py      the HTTP app of `--tokenizer-worker-num N`
 """

@@ -9,14 +9,14 @@ Hooks:
 """
 # pyright: reportMissingImports=false
 
-import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from radix_engine_plugins.sglang import hooks
 from radix_engine_plugins.sglang.request_fields import opted_in
+from radix_engine_plugins.streams import with_refs
+from radix_transfer_plugins.responses import REF_KEY
 
-_DATA = "data: "
 _ATTRIBUTE = "radix_streamed_refs"
 
 
@@ -36,7 +36,9 @@ def generate_chat_stream(
     original: Callable[..., AsyncIterator[str]], serving: Any, adapted: Any, request: Any, raw_request: Any
 ) -> AsyncIterator[str]:
     chunks = original(serving, adapted, request, raw_request)
-    return _with_refs(chunks, streamed_refs(adapted)) if opted_in(adapted) else chunks
+    if not opted_in(adapted):
+        return chunks
+    return with_refs(chunks, lambda: streamed_refs(adapted), _place)
 
 
 def streamed_refs(obj: Any) -> dict[int, dict[str, Any]]:
@@ -44,20 +46,8 @@ def streamed_refs(obj: Any) -> dict[int, dict[str, Any]]:
     return obj.__dict__.setdefault(_ATTRIBUTE, {})
 
 
-async def _with_refs(chunks: Any, refs: dict[int, dict[str, Any]]) -> AsyncIterator[str]:
-    try:
-        async for chunk in chunks:
-            yield _with_ref(chunk, refs) if refs and '"finish_reason":"' in chunk else chunk
-    finally:
-        await chunks.aclose()
-
-
-def _with_ref(chunk: str, refs: dict[int, dict[str, Any]]) -> str:
-    body = json.loads(chunk.removeprefix(_DATA))
-    for choice in body["choices"]:
-        if choice.get("finish_reason") is not None and choice["index"] in refs:
-            choice["meta_info"] = {"output_store_ref": refs[choice["index"]]}
-    return f"{_DATA}{json.dumps(body, separators=(',', ':'))}\n\n"
+def _place(choice: dict[str, Any], ref: dict[str, Any]) -> None:
+    choice["meta_info"] = {REF_KEY: ref}
 
 
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"

@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from typing import Any
 
+from radix_engine_plugins.fields import OPT_IN
 from radix_engine_plugins.sglang import hooks
 from radix_engine_plugins.sglang.handover import written_refs
 from radix_engine_plugins.sglang.outputs import RequestOutputs, outputs_of
 from radix_engine_plugins.sglang.request_fields import opted_in
-from radix_engine_plugins.sglang.session import StoreSession, session_of
+from radix_engine_plugins.sglang.session import StoreSession
 from radix_transfer_plugins import StoreRef
+from radix_transfer_plugins.responses import REF_KEY
 
 _ROWS = ("routed_experts", "indexer_topk")
 _MASK_KEYS = ("output_token_sampling_mask", "output_token_sampling_mask_length")
@@ -31,7 +33,7 @@ class StreamStoreError(ValueError):
 def wait_one_response(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
     state = manager.rid_to_state[obj.rid]
     responses = original(manager, obj, request)
-    session = session_of(manager)
+    session = StoreSession.of(manager)
     if session is None or not (opted_in(obj) or getattr(obj, "sampling_logprobs_mode", None) == "support"):
         return responses
     return _stored(responses, session, obj, outputs_of(state), manager.incremental_streaming_output)
@@ -55,7 +57,7 @@ async def _stored(
                     ref = await _put(session, obj, outputs, meta_info)
                     if ref is not None:
                         written_refs(obj).add(ref, session.writer)
-                        meta_info["output_store_ref"] = ref.to_builtins()
+                        meta_info[REF_KEY] = ref.to_builtins()
             yield response
     finally:
         await responses.aclose()
@@ -111,7 +113,7 @@ async def _put(
 def _failure(obj: Any, reason: str) -> Exception:
     import fastapi
 
-    message = f"return_outputs_via_store: the outputs could not be stored: {reason}"
+    message = f"{OPT_IN}: the outputs could not be stored: {reason}"
     if obj.stream:
         return StreamStoreError(message)
     return fastapi.HTTPException(status_code=HTTPStatus.INTERNAL_SERVER_ERROR, detail=message)

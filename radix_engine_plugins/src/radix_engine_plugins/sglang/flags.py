@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from radix_engine_plugins.session import check_reachable
 from radix_engine_plugins.sglang import hooks, settings
 
 WORKER_APP = "radix_engine_plugins.sglang.worker_app:app"
@@ -87,7 +88,7 @@ def launch_subprocesses(
     asked = settings.settings_of(server_args)
     if asked is None:
         return original(cls, server_args, *args, **kwargs)
-    settings.check_reachable(asked)
+    check_reachable(asked)
     _use_worker_app()
     with settings.visible_to_children(asked):
         return original(cls, server_args, *args, **kwargs)

@@ -18,11 +18,13 @@ Hooks:
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+from radix_engine_plugins.fields import OPT_IN
 from radix_engine_plugins.handover import HandoverMiddleware, Owned, http_receiver
 from radix_engine_plugins.sglang import hooks
 from radix_engine_plugins.sglang.chat import streamed_refs
 from radix_engine_plugins.sglang.request_fields import adopt_engine_opt_in, opted_in, root_of
-from radix_engine_plugins.sglang.session import StoreSession, session_of
+from radix_engine_plugins.sglang.session import StoreSession
+from radix_transfer_plugins.responses import REF_KEY
 
 _ATTRIBUTE = "radix_handover"
 
@@ -45,7 +47,7 @@ def generate_request(
 async def _hand_on(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any
 ) -> AsyncIterator[Any]:
-    _refuse_what_cannot_be_met(session_of(manager), obj)
+    _refuse_what_cannot_be_met(StoreSession.of(manager), obj)
     written = written_refs(obj)
     receiver = http_receiver()
     answers: Any = original(manager, obj, request)
@@ -64,7 +66,7 @@ async def _hand_on(
 def _refs(answer: Any) -> Iterator[tuple[int, dict[str, Any]]]:
     """Index of the choice, and its reference."""
     for item in answer if isinstance(answer, list) else [answer]:
-        ref = item["meta_info"].get("output_store_ref")
+        ref = item["meta_info"].get(REF_KEY)
         if ref is not None:
             yield item.get("index", 0), ref
 
@@ -73,8 +75,7 @@ def _refuse_what_cannot_be_met(session: StoreSession | None, obj: Any) -> None:
     """Raises ValueError, which SGLang answers with 400."""
     if session is None:
         raise ValueError(
-            "return_outputs_via_store: this server has no output store; "
-            "start it with --output-store-backend NAME"
+            f"{OPT_IN}: this server has no output store; start it with --output-store-backend NAME"
         )
     if obj.return_routed_experts and not session.captures_routed_experts:
         raise ValueError("return_routed_experts: start the server with --enable-return-routed-experts")

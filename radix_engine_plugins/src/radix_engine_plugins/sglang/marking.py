@@ -15,7 +15,7 @@ from typing import Any
 
 from radix_engine_plugins.sglang import hooks
 from radix_engine_plugins.sglang.request_fields import opted_in, root_of
-from radix_engine_plugins.sglang.session import session_of
+from radix_engine_plugins.sglang.session import StoreSession
 from radix_engine_plugins.sglang.wire import MARK
 
 
@@ -23,7 +23,7 @@ def create_tokenized_object(
     original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any
 ) -> Any:
     tokenized = original(manager, obj, *args, **kwargs)
-    if session_of(manager) is None or not hasattr(obj, "return_sampling_mask"):
+    if StoreSession.of(manager) is None or not hasattr(obj, "return_sampling_mask"):
         return tokenized
     sampling = tokenized.sampling_params
     if sampling.max_new_tokens == 0:
@@ -35,7 +35,7 @@ def create_tokenized_object(
 
 def send_one_request(original: Callable[..., Any], manager: Any, tokenized: Any) -> Any:
     state = manager.rid_to_state.get(tokenized.rid)
-    if session_of(manager) is not None and state is not None and _is_warm_up(state.obj):
+    if StoreSession.of(manager) is not None and state is not None and _is_warm_up(state.obj):
         # `state.obj`, `tokenized` and its `sampling_params` are copies made for the warm-up.
         for name in ("return_routed_experts", "return_indexer_topk", "return_sampling_mask"):
             setattr(tokenized, name, False)

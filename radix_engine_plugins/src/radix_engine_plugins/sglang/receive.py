@@ -20,7 +20,7 @@ from radix_engine_plugins.logprobs import floored
 from radix_engine_plugins.sglang import hooks
 from radix_engine_plugins.sglang.outputs import MaskChunk, RequestOutputs, outputs_of
 from radix_engine_plugins.sglang.request_fields import opted_in
-from radix_engine_plugins.sglang.session import StoreSession, session_of
+from radix_engine_plugins.sglang.session import StoreSession
 from radix_engine_plugins.sglang.wire import KEY, PackedRows
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class TakenMask:
 
 def handle_batch_output(original: Callable[..., Any], manager: Any, batch: Any) -> Any:
     masks = getattr(batch, "output_token_sampling_mask", None)
-    session = session_of(manager)
+    session = StoreSession.of(manager)
     if session is not None and masks is not None:
         for i, rid in enumerate(batch.rids):
             state = manager.rid_to_state.get(rid)

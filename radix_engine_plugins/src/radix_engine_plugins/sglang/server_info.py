@@ -9,6 +9,7 @@ front ends.
 from collections.abc import Callable
 from typing import Any
 
+from radix_engine_plugins.fields import STORE
 from radix_engine_plugins.settings import server_info
 from radix_engine_plugins.sglang import hooks
 from radix_engine_plugins.sglang.settings import settings_of
@@ -20,7 +21,7 @@ def with_output_store(
     info = original(server_args, scheduler_info)
     asked = settings_of(server_args)
     if asked is not None:
-        info["output_store"] = server_info(asked)
+        info[STORE] = server_info(asked)
     return info
 
 

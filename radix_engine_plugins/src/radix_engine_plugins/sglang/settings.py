@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from radix_engine_plugins.settings import StoreSettings
-from radix_transfer_plugins import create_backend
 
 ENVIRONMENT_VARIABLE = "RADIX_SGLANG_OUTPUT_STORE"
 """Set while child processes are started, so that they know before their arguments arrive."""
@@ -68,11 +67,6 @@ def refuse_unsupported(server_args: Any) -> None:
                 if "disaggregation" in setting
                 else f"--output-store-backend does not work with {setting}; leave out one of the two"
             )
-
-
-def check_reachable(settings: StoreSettings) -> None:
-    """Connect once and leave, so that a wrong or absent store is reported before minutes of model loading."""
-    create_backend(settings.backend, settings.config).close()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ opt_in.py          which requests opted in, and which of them cannot be met
 request_state.py   arrays leave the inline path
 outputs.py         one completion's arrays, and the stash made of them
 routing_layers.py  worker method: which layers route
-session.py         one engine client's connection to the store
+session.py         what this engine's connection to the store adds, and the seams that open it
 async_engine.py    AsyncLLM: put, then answer
 offline.py         LLM: put while other requests run, then answer
 endpoint.py        entry point of the API server: `/server_info`, handover, the three routes

@@ -5,14 +5,13 @@ take further fields; those of `/inference/v1/generate` do not, so its answer is 
 """
 # pyright: reportMissingImports=false
 
-import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-REF_KEY = "output_store_ref"
-_DATA = "data: "
+from radix_engine_plugins.streams import with_refs
+from radix_transfer_plugins.responses import REF_KEY
 
 ChoiceIndex = Callable[[str, int], int]
 """Index of a choice, from the engine's request id and the index of the sample."""
@@ -46,7 +45,7 @@ async def answer_with_refs(handle: Callable[[], Any], choice_index: ChoiceIndex)
     finally:
         _current.reset(token)
     if hasattr(result, "__aiter__"):
-        return _stream_with_refs(result, answer, choice_index)
+        return with_refs(result, lambda: answer.by_choice(choice_index), _place)
     if not hasattr(result, "choices"):
         return result
     return _with_refs(result, answer.by_choice(choice_index))
@@ -63,7 +62,7 @@ def _with_refs(response: Any, refs: dict[int, dict[str, Any]]) -> Any:
     content = response.model_dump()
     for choice in content["choices"]:
         if choice["index"] in refs:
-            choice[REF_KEY] = refs[choice["index"]]
+            _place(choice, refs[choice["index"]])
     return _dumped(response, content)
 
 
@@ -77,19 +76,5 @@ def _dumped(response: Any, content: dict[str, Any]) -> Any:
     return Dumped.model_construct()
 
 
-async def _stream_with_refs(chunks: Any, answer: Answer, choice_index: ChoiceIndex) -> AsyncIterator[str]:
-    try:
-        async for chunk in chunks:
-            # Most chunks are passed on unread.
-            ends = answer.refs and '"finish_reason":"' in chunk
-            yield _chunk_with_refs(chunk, answer.by_choice(choice_index)) if ends else chunk
-    finally:
-        await chunks.aclose()
-
-
-def _chunk_with_refs(chunk: str, refs: dict[int, dict[str, Any]]) -> str:
-    body = json.loads(chunk.removeprefix(_DATA))
-    for choice in body["choices"]:
-        if choice.get("finish_reason") is not None and choice["index"] in refs:
-            choice[REF_KEY] = refs[choice["index"]]
-    return f"{_DATA}{json.dumps(body, separators=(',', ':'))}\n\n"
+def _place(choice: dict[str, Any], ref: dict[str, Any]) -> None:
+    choice[REF_KEY] = ref

@@ -9,12 +9,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from radix_engine_plugins.fields import OPT_IN
 from radix_engine_plugins.handover import Owned, http_receiver
 from radix_engine_plugins.vllm import seams
 from radix_engine_plugins.vllm.answers import Answer, current_answer
-from radix_engine_plugins.vllm.opt_in import FIELD, opted_in, refuse_what_cannot_be_met
+from radix_engine_plugins.vllm.opt_in import opted_in, refuse_what_cannot_be_met
 from radix_engine_plugins.vllm.outputs import TakenOutputs
-from radix_engine_plugins.vllm.session import StoreSession, session_of
+from radix_engine_plugins.vllm.session import StoreSession
+from radix_transfer_plugins.responses import REF_KEY
 
 
 def generate(
@@ -38,7 +40,7 @@ async def _stored(
 ) -> AsyncIterator[Any]:
     written = Owned()
     try:
-        session = session_of(engine)
+        session = StoreSession.of(engine)
         refuse_what_cannot_be_met(session)
         assert session is not None
         if answer is None and (session.is_in_server or receiver is not None):
@@ -46,7 +48,7 @@ async def _stored(
         async for output in outputs:
             await _put_all(session, engine, output, written)
             for completion in output.outputs:
-                ref = getattr(completion, "output_store_ref", None)
+                ref = getattr(completion, REF_KEY, None)
                 if ref is not None:
                     written.move(ref["key"], to=receiver)
                     if answer is not None:
@@ -69,7 +71,7 @@ async def _put_all(session: StoreSession, engine: Any, output: Any, written: Own
         taken, completion.routed_experts = completion.routed_experts, None
         ref = await session.put(taken)
         written.add(ref, session.writer)
-        completion.output_store_ref = ref.to_builtins()
+        setattr(completion, REF_KEY, ref.to_builtins())
 
     try:
         await session.learn_routing_layers(engine.collective_rpc)
@@ -80,7 +82,7 @@ async def _put_all(session: StoreSession, engine: Any, output: Any, written: Own
                 raise result
     except Exception as error:
         raise GenerationError(
-            f"{FIELD}: the outputs could not be stored: {type(error).__name__}: {error}"
+            f"{OPT_IN}: the outputs could not be stored: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -88,9 +90,9 @@ def _refuse_routes_without_a_place() -> None:
     from vllm.exceptions import VLLMValidationError
 
     raise VLLMValidationError(
-        f"{FIELD}: answers of this route have no place for a reference; use /v1/completions, "
+        f"{OPT_IN}: answers of this route have no place for a reference; use /v1/completions, "
         f"/v1/chat/completions or /inference/v1/generate",
-        parameter=FIELD,
+        parameter=OPT_IN,
     )
 
 
@@ -99,7 +101,7 @@ def _refuse_streamed_input(prompt: Any) -> None:
     from vllm.exceptions import VLLMValidationError
 
     if hasattr(prompt, "__aiter__"):
-        raise VLLMValidationError(f"{FIELD} does not work with input that is streamed in", parameter=FIELD)
+        raise VLLMValidationError(f"{OPT_IN} does not work with input that is streamed in", parameter=OPT_IN)
 
 
 def install() -> None:

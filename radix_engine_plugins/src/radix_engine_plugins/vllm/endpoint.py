@@ -12,12 +12,13 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from radix_engine_plugins.fields import OPT_IN, STORE
 from radix_engine_plugins.handover import HandoverMiddleware
 from radix_engine_plugins.settings import server_info
 from radix_engine_plugins.vllm import seams
 from radix_engine_plugins.vllm.answers import ChoiceIndex, answer_with_refs
-from radix_engine_plugins.vllm.opt_in import FIELD, WITHOUT_OUTPUT, is_true, refuse_what_cannot_be_met
-from radix_engine_plugins.vllm.session import StoreSession, session_of
+from radix_engine_plugins.vllm.opt_in import WITHOUT_OUTPUT, is_true, refuse_what_cannot_be_met
+from radix_engine_plugins.vllm.session import StoreSession
 from radix_engine_plugins.vllm.settings import NAME
 
 _SERVER_INFO = "/server_info"
@@ -33,7 +34,7 @@ class OutputStoreEndpoints:
         _add_server_info(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        session = session_of(engine_client)
+        session = StoreSession.of(engine_client)
         setattr(state, _STATE, session)
         for handler, method, hook in (
             ("openai_serving_completion", "create_completion", completion),
@@ -64,7 +65,7 @@ def _add_server_info(app: Any) -> None:
     async def info(raw_request: Request, config_format: str = "text") -> dict[str, Any]:
         answer = json.loads((await stock(raw_request, config_format)).body) if stock else {}
         session = getattr(raw_request.app.state, _STATE)
-        return answer if session is None else {**answer, "output_store": server_info(session.settings)}
+        return answer if session is None else {**answer, STORE: server_info(session.settings)}
 
     app.add_api_route(_SERVER_INFO, info, methods=["GET"])
 
@@ -94,7 +95,7 @@ def completion(request: Any, body: bytes | None) -> tuple[bool, ChoiceIndex]:
 
     wanted = _marked_xargs(request)
     if wanted and request.use_beam_search:
-        raise VLLMValidationError(f"{FIELD} does not work with use_beam_search", parameter=FIELD)
+        raise VLLMValidationError(f"{OPT_IN} does not work with use_beam_search", parameter=OPT_IN)
     if wanted and request.echo and request.max_tokens == 0:
         request.vllm_xargs[WITHOUT_OUTPUT] = 1
     num_samples = request.n or 1
@@ -106,7 +107,7 @@ def chat(request: Any, body: bytes | None) -> tuple[bool, ChoiceIndex]:
 
     wanted = _marked_xargs(request)
     if wanted and request.use_beam_search:
-        raise VLLMValidationError(f"{FIELD} does not work with use_beam_search", parameter=FIELD)
+        raise VLLMValidationError(f"{OPT_IN} does not work with use_beam_search", parameter=OPT_IN)
     return wanted, _sample_index
 
 
@@ -114,19 +115,19 @@ def tokens(request: Any, body: bytes | None) -> tuple[bool, ChoiceIndex]:
     """The class of these requests drops fields that it does not know, so the body is asked, if it has the
     field."""
     extra_args = dict(request.sampling_params.extra_args or {})
-    if FIELD not in extra_args and body is not None and FIELD.encode() in body:
-        extra_args[FIELD] = json.loads(body).get(FIELD)
-    wanted = is_true(extra_args.get(FIELD))
+    if OPT_IN not in extra_args and body is not None and OPT_IN.encode() in body:
+        extra_args[OPT_IN] = json.loads(body).get(OPT_IN)
+    wanted = is_true(extra_args.get(OPT_IN))
     if wanted:
-        request.sampling_params.extra_args = {**extra_args, FIELD: True}
+        request.sampling_params.extra_args = {**extra_args, OPT_IN: True}
     return wanted, _sample_index
 
 
 def _marked_xargs(request: Any) -> bool:
     xargs = request.vllm_xargs or {}
-    wanted = is_true(xargs.get(FIELD, (request.model_extra or {}).get(FIELD)))
+    wanted = is_true(xargs.get(OPT_IN, (request.model_extra or {}).get(OPT_IN)))
     if wanted:
-        request.vllm_xargs = {**xargs, FIELD: 1}
+        request.vllm_xargs = {**xargs, OPT_IN: 1}
     return wanted
 
 

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from radix_engine_plugins.fields import OPT_IN
 from radix_engine_plugins.vllm import seams
-from radix_engine_plugins.vllm.opt_in import FIELD, opted_in, refuse_what_cannot_be_met
+from radix_engine_plugins.vllm.opt_in import opted_in, refuse_what_cannot_be_met
 from radix_engine_plugins.vllm.outputs import TakenOutputs
-from radix_engine_plugins.vllm.session import session_of
+from radix_engine_plugins.vllm.session import StoreSession
 from radix_transfer_plugins import StoreRef
+from radix_transfer_plugins.responses import REF_KEY
 
 _ATTRIBUTE = "radix_pending_puts"
 _IN_RUN = "radix_in_run"
@@ -36,13 +38,13 @@ def add_request(
     **kwargs: Any,
 ) -> str:
     if opted_in(params):
-        refuse_what_cannot_be_met(session_of(engine))
+        refuse_what_cannot_be_met(StoreSession.of(engine))
     return original(engine, request_id, prompt, params, *args, **kwargs)
 
 
 def step(original: Callable[..., list[Any]], engine: Any) -> list[Any]:
     outputs = original(engine)
-    session = session_of(engine)
+    session = StoreSession.of(engine)
     if session is None:
         return outputs
     for output in outputs:
@@ -78,13 +80,13 @@ def _finish(engine: Any) -> None:
     pending = _pending(engine)
     try:
         for completion, put in pending:
-            completion.output_store_ref = put.result().to_builtins()
+            setattr(completion, REF_KEY, put.result().to_builtins())
     except BaseException as error:
         _discard(engine)
         if not isinstance(error, Exception):
             raise
         raise RuntimeError(
-            f"{FIELD}: the outputs could not be stored: {type(error).__name__}: {error}"
+            f"{OPT_IN}: the outputs could not be stored: {type(error).__name__}: {error}"
         ) from error
     pending.clear()
 
@@ -95,7 +97,7 @@ def _pending(engine: Any) -> list[tuple[Any, "Future[StoreRef]"]]:
 
 def _discard(engine: Any) -> None:
     """Of all puts of this run, also of those that still run. Ended ones are deleted at once."""
-    session = session_of(engine)
+    session = StoreSession.of(engine)
     pending = _pending(engine)
     for _, put in pending:
         assert session is not None

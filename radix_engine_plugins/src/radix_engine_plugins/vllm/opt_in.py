@@ -5,10 +5,11 @@ HTTP API ends up and which vLLM leaves to extensions.
 
 from typing import TYPE_CHECKING, Any
 
+from radix_engine_plugins.fields import OPT_IN
+
 if TYPE_CHECKING:
     from radix_engine_plugins.vllm.session import StoreSession
 
-FIELD = "return_outputs_via_store"
 WITHOUT_OUTPUT = "radix_without_output"
 """Mark of a completion that echoes its prompt and gives no token: vLLM samples one and drops it."""
 
@@ -19,7 +20,7 @@ _VALUES = {True: True, False: False, None: False}
 def opted_in(sampling_params: Any) -> bool:
     """Raises VLLMValidationError, which is answered with 400, for a value that is neither true nor false."""
     extra_args = getattr(sampling_params, "extra_args", None)
-    return bool(extra_args) and is_true(extra_args.get(FIELD))
+    return bool(extra_args) and is_true(extra_args.get(OPT_IN))
 
 
 def is_true(value: Any) -> bool:
@@ -29,7 +30,7 @@ def is_true(value: Any) -> bool:
         return _VALUES[value]
     except (KeyError, TypeError):
         raise VLLMValidationError(
-            f"{FIELD}: expected true or false, got {value!r}", parameter=FIELD
+            f"{OPT_IN}: expected true or false, got {value!r}", parameter=OPT_IN
         ) from None
 
 
@@ -39,13 +40,13 @@ def refuse_what_cannot_be_met(session: "StoreSession | None") -> None:
 
     if session is None:
         raise VLLMValidationError(
-            f"{FIELD}: this engine has no output store; start it with "
+            f"{OPT_IN}: this engine has no output store; start it with "
             f'--additional-config \'{{"output_store": {{"backend": NAME, "config": {{...}}}}}}\'',
-            parameter=FIELD,
+            parameter=OPT_IN,
         )
     if not (session.captures_routed_experts or session.captures_sampling_mask):
         raise VLLMValidationError(
-            f"{FIELD}: this engine captures nothing that could be stored; start it with "
+            f"{OPT_IN}: this engine captures nothing that could be stored; start it with "
             f"--enable-return-routed-experts or --return-sampling-mask",
-            parameter=FIELD,
+            parameter=OPT_IN,
         )

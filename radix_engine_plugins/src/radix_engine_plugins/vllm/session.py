@@ -13,29 +13,22 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from radix_engine_plugins.codecs import store_codecs
-from radix_engine_plugins.metrics import engine_metrics
+from radix_engine_plugins import session
+from radix_engine_plugins.fields import STORE
 from radix_engine_plugins.settings import StoreSettings
 from radix_engine_plugins.vllm import seams
 from radix_engine_plugins.vllm.outputs import TakenOutputs
 from radix_engine_plugins.vllm.routing_layers import METHOD
-from radix_engine_plugins.vllm.settings import KEY, NAME, check_reachable, refuse_unsupported, settings_of
-from radix_engine_plugins.writer import OutputStoreWriter
-from radix_transfer_plugins import OutputStore, StoreRef, create_backend
+from radix_engine_plugins.vllm.settings import NAME, refuse_unsupported, settings_of
+from radix_transfer_plugins import StoreRef
 
 logger = logging.getLogger(__name__)
 
-_ATTRIBUTE = "radix_output_store_session"
 
-
-class StoreSession:
+class StoreSession(session.StoreSession):
     def __init__(self, settings: StoreSettings, vllm_config: Any) -> None:
-        """Raises the store's errors when it cannot be reached."""
         model = vllm_config.model_config
-        self.settings = settings
-        backend = create_backend(settings.backend, settings.config)
-        store = OutputStore(backend, codecs=store_codecs(model.hf_text_config))
-        self.writer = OutputStoreWriter(store, metrics=engine_metrics())
+        super().__init__(settings, model.hf_text_config)
         self.captures_routed_experts = bool(vllm_config.aux_output_config.enable_return_routed_experts)
         self.captures_sampling_mask = bool(model.return_sampling_mask)
         self.routing_layers: Sequence[int] | None = None
@@ -64,11 +57,6 @@ def _same_of_all(answers: list[list[int]]) -> list[int]:
     return first
 
 
-def session_of(engine: Any) -> StoreSession | None:
-    """None: this engine was started without a store, even if another one in the process has one."""
-    return getattr(engine, _ATTRIBUTE, None)
-
-
 def create_engine_config(
     original: Callable[..., Any], engine_args: Any, usage_context: Any = None, headless: bool = False
 ) -> Any:
@@ -78,7 +66,7 @@ def create_engine_config(
     if settings is not None and not headless:
         refuse_unsupported(vllm_config)
         _require_endpoints(usage_context)
-        check_reachable(settings)
+        session.check_reachable(settings)
     return vllm_config
 
 
@@ -88,9 +76,9 @@ def make_async_llm(
     original(engine, vllm_config, *args, **kwargs)
     settings = settings_of(vllm_config)
     if settings is not None:
-        session = StoreSession(settings, vllm_config)
-        session.is_in_server = _is_server(kwargs.get("usage_context"))
-        setattr(engine, _ATTRIBUTE, session)
+        opened = StoreSession(settings, vllm_config)
+        opened.is_in_server = _is_server(kwargs.get("usage_context"))
+        opened.attach(engine)
 
 
 def make_llm_engine(
@@ -99,10 +87,10 @@ def make_llm_engine(
     original(engine, vllm_config, *args, **kwargs)
     settings = settings_of(vllm_config)
     if settings is not None:
-        session = StoreSession(settings, vllm_config)
-        if session.captures_routed_experts:
-            session.routing_layers = _same_of_all(engine.collective_rpc(METHOD))
-        setattr(engine, _ATTRIBUTE, session)
+        opened = StoreSession(settings, vllm_config)
+        if opened.captures_routed_experts:
+            opened.routing_layers = _same_of_all(engine.collective_rpc(METHOD))
+        opened.attach(engine)
 
 
 def _require_endpoints(usage_context: Any) -> None:
@@ -114,8 +102,8 @@ def _require_endpoints(usage_context: Any) -> None:
         return
     if envs.VLLM_USE_RUST_FRONTEND and envs.VLLM_RUST_FRONTEND_PATH:
         raise ValueError(
-            f'additional_config["{KEY}"] does not work with VLLM_USE_RUST_FRONTEND=1, which has no plugins; '
-            f"leave out one of the two"
+            f'additional_config["{STORE}"] does not work with VLLM_USE_RUST_FRONTEND=1, which has no '
+            "plugins; leave out one of the two"
         )
     if NAME not in (envs.VLLM_PLUGINS or ()):
         raise ValueError(

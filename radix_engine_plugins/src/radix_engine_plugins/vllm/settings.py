@@ -8,26 +8,24 @@ from typing import Any
 
 import msgspec
 
+from radix_engine_plugins.fields import STORE
 from radix_engine_plugins.settings import StoreSettings
-from radix_transfer_plugins import create_backend
 
 NAME = "radix_output_store"
 """Of this plugin, for `VLLM_PLUGINS`."""
-
-KEY = "output_store"
 
 
 def settings_of(vllm_config: Any) -> StoreSettings | None:
     """None: this engine has no store. Raises ValueError for malformed settings."""
     additional = vllm_config.additional_config
-    asked = additional.get(KEY) if isinstance(additional, dict) else None
+    asked = additional.get(STORE) if isinstance(additional, dict) else None
     if asked is None:
         return None
     try:
         return msgspec.convert({"config": {}, **asked} if isinstance(asked, dict) else asked, StoreSettings)
     except msgspec.ValidationError as error:
         raise ValueError(
-            f'additional_config["{KEY}"]: expected {{"backend": NAME, "config": {{...}}}}, '
+            f'additional_config["{STORE}"]: expected {{"backend": NAME, "config": {{...}}}}, '
             f"got {asked!r}: {error}"
         ) from None
 
@@ -37,11 +35,6 @@ def refuse_unsupported(vllm_config: Any) -> None:
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_role in ("kv_producer", "kv_consumer"):
         raise ValueError(
-            f'additional_config["{KEY}"] does not work with kv_role={transfer.kv_role!r}: prefill/decode '
+            f'additional_config["{STORE}"] does not work with kv_role={transfer.kv_role!r}: prefill/decode '
             f"disaggregation splits a request's outputs over two engines; leave out one of the two"
         )
-
-
-def check_reachable(settings: StoreSettings) -> None:
-    """Connect once and leave. Raises the store's errors."""
-    create_backend(settings.backend, settings.config).close()
