@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 from typing import get_args
 
 import pytest
@@ -84,35 +85,42 @@ def test_every_run_has_json_lines_and_the_configured_trackers_besides(configure)
     assert list((config.output_dir / "tensorboard").glob("events.out.tfevents.*"))
 
 
-@pytest.fixture
-def file_size_limit():
-    """Sets the size above which no file of this process grows: writes fail as on a full disk."""
+@contextmanager
+def files_grow_no_larger_than(size_bytes):
+    """No file of this process grows above this size: writes fail as on a full disk.
+
+    Within a test only: afterwards pytest writes to what may be a larger file.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_line_that_did_not_fit_is_taken_back_and_the_next_one_is_whole(tmp_path, file_size_limit):
+def test_a_line_that_did_not_fit_is_taken_back_and_the_next_one_is_whole(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with JsonLinesTracker(path) as tracker:
         tracker.log(0, {"a": 1.5})
-        file_size_limit(path.stat().st_size + 5)
-        with pytest.raises(OSError, match="too large"):
+        with files_grow_no_larger_than(path.stat().st_size + 5), pytest.raises(OSError, match="too large"):
             tracker.log(1, {"a": 2.0})
-        file_size_limit(1 << 20)
         tracker.log(2, {"a": 2.5})
     assert read_metrics(path) == [{"step": 0, "a": 1.5}, {"step": 2, "a": 2.5}]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_full_disk_is_one_warning_a_tracker_and_ends_nothing(configure, file_size_limit, caplog):
+def test_a_full_disk_is_one_warning_a_tracker_and_ends_nothing(configure, caplog):
     config = configure({"type": "tensorboard"})
     with create_trackers(config, Tolerance()) as trackers, caplog.at_level(logging.WARNING):
         trackers.log(1, {"train/loss": 0.5})
-        file_size_limit(max(path.stat().st_size for path in config.output_dir.rglob("*") if path.is_file()))
-        for step in range(2, 50):
-            trackers.log(step, {"train/loss": 0.5})
-            time.sleep(0.002)  # TensorBoard writes in a thread of its own, and tells of a failure afterwards
+        largest = max(path.stat().st_size for path in config.output_dir.rglob("*") if path.is_file())
+        with files_grow_no_larger_than(largest):
+            for step in range(2, 50):
+                trackers.log(step, {"train/loss": 0.5})
+                time.sleep(
+                    0.002
+                )  # TensorBoard writes in a thread of its own, and tells of a failure afterwards
     warned = [message.split(" failed")[0] for message in caplog.messages if "the run goes on" in message]
     assert sorted(warned) == ["JsonLinesTracker", "TensorboardTracker"]
 
