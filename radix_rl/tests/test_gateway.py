@@ -21,11 +21,28 @@ import pytest
 from radix_rl.addresses import host_and_port
 from radix_rl.errors import ConfigurationError
 from radix_rl.launch import gateway as gateway_module
-from radix_rl.launch.gateway import Gateway, GatewaySettings, find_haproxy, render, require_output_store
+from radix_rl.launch.gateway import (
+    Gateway,
+    GatewaySettings,
+    find_haproxy,
+    render,
+    require_keys,
+    require_output_store,
+)
 
 
 @pytest.mark.parametrize(
-    "url", ["https://a:1", "a:1", "http://a", "http://a:1/path", "http://a:x", "http://a b:1", "http://:1"]
+    "url",
+    [
+        "https://a:1",
+        "a:1",
+        "http://a",
+        "http://a:1/path",
+        "http://a:x",
+        "http://a b:1",
+        "http://:1",
+        "http://::1:30000",
+    ],
 )
 def test_url_that_is_no_plain_server_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(ConfigurationError, match="expected http://host:port"):
@@ -433,3 +450,26 @@ def test_server_without_a_store_is_refused_by_name(
     )
     with pytest.raises(ConfigurationError, match=r"has no output store.*unless VLLM_PLUGINS names"):
         require_output_store(["http://plain:1"])
+
+
+@pytest.mark.parametrize(
+    ("status", "complaint"), [(200, "answers without a key"), (404, "answers without a key"), (401, None)]
+)
+def test_a_gateway_that_others_reach_stands_before_servers_with_keys(monkeypatch, status, complaint):
+    request = httpx.Request("GET", "http://a:1/server_info")
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(status, request=request))
+    settings = GatewaySettings(urls=("http://a:1",), host="0.0.0.0")
+    if complaint is None:
+        require_keys(settings)
+        return
+    with pytest.raises(ConfigurationError, match=f"http://a:1 {complaint}.*--allow-unauthenticated"):
+        require_keys(settings)
+
+
+def test_a_server_that_does_not_tell_is_not_taken_for_one_with_a_key(monkeypatch):
+    def refuse(*_, **__):
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr(httpx, "get", refuse)
+    with pytest.raises(ConfigurationError, match="does not tell whether it asks for a key"):
+        require_keys(GatewaySettings(urls=("http://a:1",), host="0.0.0.0"))

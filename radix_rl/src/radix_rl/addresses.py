@@ -1,11 +1,20 @@
 """Network addresses: how one is written beside a port, and sockets that listen on one and nothing wider."""
 
+import ipaddress
 import socket
 
 
 def host_and_port(host: str, port: int) -> str:
     """`host:port` as in a URL; an IPv6 address gets its brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name means this machine and is reached from it alone; names are not looked up."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:

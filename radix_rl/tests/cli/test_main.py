@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 
 import pytest
 
@@ -29,6 +30,11 @@ def config(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(CONFIG.format(folder=tmp_path))
     return path
+
+
+def test_the_version_is_told():
+    result = run("--version")
+    assert (result.returncode, result.stdout.strip()) == (0, f"radix-rl {metadata.version('radix-rl')}")
 
 
 def test_help_names_every_command():

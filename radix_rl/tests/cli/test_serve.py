@@ -108,9 +108,41 @@ def test_a_key_from_an_empty_variable_does_not_open_the_server(run, model_path, 
     assert f"{variable}: expected a key, got an empty one" in str(run(model_path, "--device", "cpu"))
 
 
-def test_a_path_that_is_no_model_says_why(run, tmp_path):
-    assert "which is no folder" in str(run(str(tmp_path / "absent")))
-    assert "which has no config.json" in str(run(str(tmp_path)))
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.2", "::", "somewhere.example"])
+def test_a_server_that_others_reach_needs_a_key_or_leave_to_be_open(run, model_path, monkeypatch, host):
+    served = []
+
+    async def remember(*arguments):
+        served.append(arguments)
+
+    monkeypatch.setattr("radix_rl.cli.serve._serve", remember)
+    command = [model_path, "--device", "cpu", "--host", host]
+
+    assert "--allow-unauthenticated" in str(run(*command))
+    assert served == []
+    for leave in (["--allow-unauthenticated"], ["--api-key", "k"], ["--admin-api-key", "k"]):
+        assert run(*command, *leave) is None
+    assert run(model_path, "--device", "cpu", "--host", "::1") is None
+    assert len(served) == 4
+
+
+def test_a_path_that_is_no_model_names_what_to_give(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    absent = tmp_path / "absent"
+    assert f"{str(absent)!r} is not a folder; give one" in str(run(str(absent)))
+    assert "download it first: hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B" in str(
+        run("Qwen/Qwen3-0.6B")
+    )
+    assert "has no config.json; give a folder" in str(run(str(tmp_path)))
+    (tmp_path / "small-q8.gguf").touch()
+    assert "name one by --gguf-file small-q8.gguf" in str(run(str(tmp_path)))
+    assert "--gguf-file small-q8.gguf" in str(run(str(tmp_path / "small-q8.gguf")))
+    for step in (9, 10):
+        model = tmp_path / "run" / "checkpoints" / f"step-{step}" / "model"
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+    assert f"whose model is {str(model)!r}" in str(run(str(model.parent)))
+    assert f"whose newest model is {str(model)!r}" in str(run(str(tmp_path / "run")))
 
 
 def test_a_port_that_is_taken_is_a_clear_error_before_the_model_is_loaded(run, model_path):

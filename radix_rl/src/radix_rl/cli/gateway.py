@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from radix_rl.launch.gateway import Gateway, GatewaySettings, require_output_store
+from radix_rl.addresses import is_loopback
+from radix_rl.launch.gateway import Gateway, GatewaySettings, require_keys, require_output_store
 
 
 def gateway(
@@ -22,6 +23,13 @@ def gateway(
     require_store: Annotated[
         bool, typer.Option(help="Refuse to start while a server has no output store.")
     ] = False,
+    allow_unauthenticated: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unauthenticated",
+            help="Listen beyond this machine in front of servers that ask for no key.",
+        ),
+    ] = False,
     print_config: Annotated[
         bool, typer.Option(help="Print HAProxy's configuration and leave it running.")
     ] = False,
@@ -36,6 +44,8 @@ def gateway(
         timeout_s=timeout_s,
         drain_s=drain_s,
     )
+    if not (allow_unauthenticated or is_loopback(host)):
+        require_keys(settings)
     if require_store:
         require_output_store(settings.urls)
     running = Gateway(settings)

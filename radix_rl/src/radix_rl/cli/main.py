@@ -4,6 +4,7 @@ exits with 1."""
 import logging
 import signal
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -29,8 +30,18 @@ _USER_FAULTS = (ConfigurationError, DataError, ConfigError)
 """Mended by changing the command or its inputs; every other error on purpose is a run that failed."""
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"radix-rl {metadata.version('radix-rl')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _set_up(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens in detail.")] = False,
 ) -> None:
     level = logging.INFO if verbose else logging.WARNING

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from radix_rl.addresses import host_and_port
+from radix_rl.addresses import host_and_port, is_loopback
 from radix_rl.cli.options import checked, options_of
 from radix_rl.config.engine import EmbeddedEngineConfig
 from radix_rl.config.output_store import OutputStoreConfig
 from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.errors import ConfigurationError
+from radix_rl.launch.model_folder import model_folder_fault
 
 if TYPE_CHECKING:
     from radix_rl.server.settings import ServerSettings
@@ -118,6 +119,14 @@ def serve(
             rich_help_panel=_ACCESS,
         ),
     ] = None,
+    allow_unauthenticated: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unauthenticated",
+            help="Listen beyond this machine without a key: whoever reaches the port controls the server.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = False,
     weight_update_timeout_seconds: Annotated[
         float,
         typer.Option(
@@ -169,6 +178,11 @@ def serve(
         {"seed": "--random-seed"},
     )
     _check_keys({"api_key": api_key, "admin_api_key": admin_api_key})
+    if not (api_key or admin_api_key or allow_unauthenticated or is_loopback(host)):
+        raise ConfigurationError(
+            f"--host: {host!r} is reached from other machines, and without a key whoever reaches it changes "
+            "weights and stops requests; set --admin-api-key (and --api-key), or say --allow-unauthenticated"
+        )
     if not 0 <= drain_seconds < math.inf:
         raise ConfigurationError(f"--drain-seconds: expected 0 or more, got {drain_seconds!r}")
     if not 0 < weight_update_timeout_seconds < math.inf:
@@ -256,13 +270,8 @@ def _folder(model: str | None, model_path: str | None, gguf_file: str | None) ->
         given = "neither" if model is None else f"{model!r} and {model_path!r}"
         raise ConfigurationError(f"MODEL: expected MODEL or --model-path, got {given}")
     folder = str(model or model_path)
-    path = Path(folder)
-    needed = gguf_file or "config.json"
-    if not (path / needed).is_file():
-        what = "is no folder" if not path.is_dir() else f"has no {needed}"
-        raise ConfigurationError(
-            f"MODEL: expected the folder of a Hugging Face checkpoint, got {folder!r}, which {what}"
-        )
+    if (fault := model_folder_fault(Path(folder), gguf_file=gguf_file, takes_gguf=True)) is not None:
+        raise ConfigurationError(f"MODEL: {fault}")
     return folder
 
 

@@ -1,7 +1,6 @@
 """Combinations that cannot work are refused before anything starts; each refusal names the setting and the
 remedy."""
 
-import ipaddress
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,12 +8,12 @@ from urllib.parse import urlsplit
 
 import torch
 
+from radix_rl.addresses import is_loopback
 from radix_rl.config import RunConfig
 from radix_rl.engines.base import Engine
 from radix_rl.errors import ConfigurationError
 from radix_rl.launch.engines import engines_of
-
-_LOCAL_NAMES = ("localhost", "")
+from radix_rl.launch.model_folder import model_folder_fault
 
 
 def check_launch(config: RunConfig) -> None:
@@ -49,11 +48,8 @@ def check_engine(config: RunConfig, engine: Engine) -> None:
 
 
 def _model_faults(config: RunConfig) -> Iterator[str]:
-    path = config.model.path
-    if not path.is_dir():
-        yield f"model.path: {str(path)!r} is not a folder; give one that holds a Hugging Face model"
-    elif not (path / "config.json").is_file():
-        yield f"model.path: {str(path)!r} has no config.json; give a folder that holds a Hugging Face model"
+    if (fault := model_folder_fault(config.model.path)) is not None:
+        yield f"model.path: {fault}"
 
 
 def _device_faults(config: RunConfig) -> Iterator[str]:
@@ -113,7 +109,7 @@ def _store_faults(config: RunConfig) -> Iterator[str]:
     if not settings.enabled or not config.replayed_outputs:
         return
     urls = config.engine.urls if config.engine.type == "remote" else ()
-    far = [url for url in urls if not _is_local(urlsplit(url).hostname or "")]
+    far = [url for url in urls if not is_loopback(urlsplit(url).hostname or "")]
     if settings.backend == "memory" and urls:
         yield (
             'output_store.backend: "memory" cannot be reached by a remote engine; use "shared_memory" on one '
@@ -148,7 +144,7 @@ def _mooncake_faults(settings: Mapping[str, Any], far: Sequence[str]) -> Iterato
     if "local_hostname" in settings:
         addresses["local_hostname"] = str(settings["local_hostname"])
     for name, host in addresses.items():
-        if far and _is_local(host):
+        if far and is_loopback(host):
             yield (
                 f"output_store.config.{name}: {host!r} cannot be reached from the engine at {far[0]!r}; "
                 "give an "
@@ -170,21 +166,12 @@ def _weight_faults(config: RunConfig) -> Iterator[str]:
             'weights.transport: "memory" needs engine.type "embedded"; set weights.transport="http", or '
             '"broadcast" or "disk", which SGLang takes too'
         )
-    far = [url for url in config.engine.urls if not _is_local(urlsplit(url).hostname or "")]
+    far = [url for url in config.engine.urls if not is_loopback(urlsplit(url).hostname or "")]
     if weights.transport == "broadcast":
-        if far and _is_local(weights.host):
+        if far and is_loopback(weights.host):
             yield (
                 f"weights.host: {weights.host!r} cannot be reached from the engine at {far[0]!r}; give an "
                 "address of this machine's network"
             )
         if weights.backend == "nccl" and torch.device(config.train.device).type != "cuda":
             yield 'weights.backend: "nccl" needs train.device "cuda"; use "gloo"'
-
-
-def _is_local(host: str) -> bool:
-    if host in _LOCAL_NAMES:
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

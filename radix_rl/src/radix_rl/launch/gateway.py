@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from radix_rl.addresses import host_and_port
+from radix_rl.config.urls import check_base_url
 from radix_rl.errors import ConfigurationError
 
 HEALTHY, ANY = "engines", "engines-any"
@@ -121,20 +122,16 @@ class GatewaySettings:
 
 
 def _address(url: str) -> str:
-    parts = urlsplit(url)
+    """`host:port` of a server. Raises ConfigurationError."""
     try:
-        port = parts.port
-    except ValueError:
-        port = None
+        parts = urlsplit(check_base_url(url))
+    except ValueError as error:
+        raise ConfigurationError(f"gateway: expected http://host:port; {error}") from error
     host = parts.hostname or ""
-    if (
-        parts.scheme != "http"
-        or port is None
-        or not re.fullmatch(r"[A-Za-z0-9.:_-]+", host)
-        or parts.path not in ("", "/")
-    ):
+    known = re.fullmatch(r"[A-Za-z0-9.:_-]+", host)
+    if parts.scheme != "http" or parts.port is None or parts.path or not known:
         raise ConfigurationError(f"gateway: expected http://host:port, got {url!r}")
-    return host_and_port(host, port)
+    return host_and_port(host, parts.port)
 
 
 def render(settings: GatewaySettings, admin_socket: Path) -> str:
@@ -184,6 +181,24 @@ def require_output_store(urls: Sequence[str], timeout_s: float = 10.0) -> None:
                 f"with radix-engine-plugins installed beside it: SGLang's log says if that was refused, vLLM "
                 f"skips it in silence unless VLLM_PLUGINS names radix_output_store"
             )
+
+
+def require_keys(settings: GatewaySettings, timeout_s: float = 10.0) -> None:
+    """Raise ConfigurationError for a server that answers without a key: behind the gateway's address its
+    control routes would be open to whoever reaches that."""
+    for url in settings.urls:
+        remedy = (
+            f"start it with --api-key, or say --allow-unauthenticated to listen at {settings.host!r} all the "
+            "same"
+        )
+        try:
+            status = httpx.get(f"{url}/server_info", timeout=timeout_s).status_code
+        except httpx.HTTPError as error:
+            raise ConfigurationError(
+                f"gateway: {url} does not tell whether it asks for a key ({error}); {remedy}"
+            ) from error
+        if status not in (401, 403):
+            raise ConfigurationError(f"gateway: {url} answers without a key; {remedy}")
 
 
 class Gateway:
