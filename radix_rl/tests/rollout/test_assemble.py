@@ -76,6 +76,11 @@ def test_a_one_token_prompt_without_output_has_zero_rows_with_their_shape(store,
     assert arrays["routed_experts"].shape == (0, 2, 3)
 
 
+def test_a_field_over_the_read_buffer_names_the_setting(store, sample_of):
+    with pytest.raises(ReplayError, match=r"buffer_bytes 10; raise output_store\.read_buffer_bytes"):
+        assemble_replay([sample_of(5, 3)], store, ["routed_experts"], 10)
+
+
 def test_shared_segments_are_read_once_and_deleted_once(store, sample_of, rows, monkeypatch):
     parent = sample_of(5, 3)
     child = msgspec.structs.replace(parent, index=1)

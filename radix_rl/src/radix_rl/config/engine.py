@@ -33,6 +33,9 @@ class EmbeddedEngineConfig(Section):
     shortcuts: Literal["auto", "off"] = "auto"
     """Faster ways through the model's modules (docs/engine-embedded.md). auto: on a CPU, for a model that the
     engine loads itself; a model object that is passed to it never gets any."""
+    sampling_mask_max_tokens: int = Field(default=4096, ge=1)
+    """Ids that the sampling mask of a token may hold, as in SGLang: a request for masks needs a top_k of at
+    most this. A mask without a bound has the whole vocabulary where the model is unsure."""
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm"] | None = None
     """How transformers multiplies by experts. Unset: by a function of the engine's own where shortcuts
     are taken, and by transformers' choice elsewhere."""

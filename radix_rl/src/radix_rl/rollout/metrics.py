@@ -15,6 +15,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     lengths = [len(sample.tokens) - sample.prompt_tokens for sample in samples]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     inline_bytes, store_bytes, stored_bytes = replay_bytes(samples)
+    mask_ids = sampling_mask_ids(samples)
     return {
         "rollout/reward_mean": float(np.mean(rewards)),
         "rollout/reward_std": float(np.std(rewards)),
@@ -23,6 +24,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/cut_share": float(np.mean([sample.finish_reason.type == "length" for sample in samples])),
         "rollout/entropy": sampled_entropy(samples),
         "rollout/floored_tokens": float(sum(sample.floored_tokens for sample in samples)),
+        "rollout/sampling_mask_ids_mean": mask_ids / max(sum(lengths), 1),
         "rollout/response_bytes_inline": float(inline_bytes),
         "rollout/response_bytes_store": float(store_bytes),
         "rollout/stored_bytes": float(stored_bytes),
@@ -50,6 +52,19 @@ def equal_groups(samples: Sequence[Sample]) -> set[int]:
     for sample in samples:
         rewards.setdefault(sample.group_id, set()).add(sample.reward)
     return {group_id for group_id, values in rewards.items() if len(values) == 1}
+
+
+def sampling_mask_ids(samples: Sequence[Sample]) -> int:
+    """Vocabulary ids in the sampling masks of the samples' answers; nothing is read for it."""
+    segments = [
+        segment for sample in samples for segment in sample.replay.segments.get("sampling_mask_token_ids", [])
+    ]
+    return sum(
+        segment.ref.fields[segment.field].shape[0]
+        if isinstance(segment, StoreSegment)
+        else len(segment.array)
+        for segment in segments
+    )
 
 
 def replay_bytes(samples: Sequence[Sample]) -> tuple[int, int, int]:

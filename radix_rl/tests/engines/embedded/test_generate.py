@@ -183,6 +183,21 @@ async def test_request_that_can_never_be_served_is_refused_with_numbers(
         assert len((await engine.generate(request_of("a", prompt(12, 1), max_new_tokens=3))).output_ids) == 3
 
 
+async def test_a_sampling_mask_without_a_bound_is_refused_and_what_is_kept_is_counted(
+    qwen3_moe, engine_of, prompt, request_of
+):
+    async with engine_of(qwen3_moe, sampling_mask_max_tokens=20) as engine:
+        fields = {"max_new_tokens": 6, "return_sampling_mask": True}
+        for unbounded in ({"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 21}):
+            with pytest.raises(RequestError, match=r"raise sampling_mask_max_tokens .* engine\.sampling_m"):
+                await engine.generate(request_of("a", prompt(12, 1), **fields, **unbounded))
+        bounded = await engine.generate(request_of("a", prompt(12, 1), **fields, top_k=20))
+        greedy = await engine.generate(request_of("b", prompt(12, 1), **fields, temperature=0.0))
+        assert (await engine.stats()).sampling_mask_ids == 6 * 20 + 6
+    assert bounded.outputs.sampling_mask_lengths.tolist() == [20] * 6
+    assert greedy.outputs.sampling_mask_lengths.tolist() == [1] * 6
+
+
 async def test_request_larger_than_the_cache_is_refused(qwen3_moe, engine_of, prompt, request_of):
     async with engine_of(qwen3_moe, kv_cache_tokens=64) as engine:
         with pytest.raises(RequestError, match=r"cache of 112 tokens, but the engine's holds 64"):

@@ -58,6 +58,7 @@ class EngineCore:
         self._sampling: SamplingBatch | None = None
         self._generated_tokens = 0
         self._prefilled_tokens = 0
+        self._sampling_mask_ids = 0
         self._non_finite_seen = 0
 
     def submit(self, sequence: Sequence) -> None:
@@ -160,6 +161,7 @@ class EngineCore:
             sequence.output_ids.append(token)
             sequence.output_logprobs.append(logprob)
             if sequence.request.return_sampling_mask:
+                self._sampling_mask_ids += len(sampled.supports[row].token_ids)
                 sequence.mask_ids.append(sampled.supports[row].token_ids)
                 sequence.mask_logprobs.append(sampled.supports[row].logprobs)
             reason = self._end_reason(sequence, token)
@@ -239,6 +241,7 @@ class EngineCore:
             else self.scheduler.prefixes.used_tokens,
             generated_tokens=self._generated_tokens,
             prefilled_tokens=self._prefilled_tokens,
+            sampling_mask_ids=self._sampling_mask_ids,
             non_finite_logprobs=self.sampler.num_non_finite,
             paused=self.paused,
             weight_version=self.weights.version,

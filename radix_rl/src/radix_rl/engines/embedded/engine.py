@@ -102,6 +102,7 @@ class EmbeddedEngine(Engine):
             vocab_size=core.runner.vocab_size,
             context_length=core.runner.loaded.context_length,
             kv_cache_tokens=self.config.kv_cache_tokens,
+            sampling_mask_max_tokens=self.config.sampling_mask_max_tokens,
             has_tokenizer=self.tokenizer is not None,
         )
         self._core = core

@@ -15,6 +15,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     """Since the start, as are the counters below."""
     prefilled_tokens: int
+    sampling_mask_ids: int
+    """Ids handed over in sampling masks."""
     non_finite_logprobs: int
     """Sampled tokens whose log-probability was replaced by the floor."""
     paused: str | None

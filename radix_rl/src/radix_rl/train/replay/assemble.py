@@ -11,7 +11,7 @@ from radix_rl.rollout.refs import delete_refs
 from radix_rl.rollout.replay_index import MASK_FIELDS, PER_TOKEN_FIELDS, Segment, StoreSegment
 from radix_rl.rollout.sample import Sample, check_uniform
 from radix_transfer_plugins import OutputStore, StoreRef, TokenOutputStash
-from radix_transfer_plugins.errors import ObjectLostError
+from radix_transfer_plugins.errors import ObjectLostError, ReadBufferError
 
 __all__ = ["assemble_replay", "delete_refs"]
 
@@ -123,6 +123,8 @@ def _read(
         )
     except ObjectLostError as error:
         raise ReplayError(_lost_message(samples, fields, error)) from error
+    except ReadBufferError as error:
+        raise ReplayError(f"{error}; raise output_store.read_buffer_bytes") from error
     return {
         (key, field): _Read(span.start, getattr(stash, field), uses[key, field])
         for key, stash in zip(refs, stashes, strict=True)

@@ -17,17 +17,21 @@ class RequestLimits:
         vocab_size: int,
         context_length: int,
         kv_cache_tokens: int,
+        sampling_mask_max_tokens: int,
         has_tokenizer: bool,
     ) -> None:
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._kv_cache_tokens = kv_cache_tokens
+        self._sampling_mask_max_tokens = sampling_mask_max_tokens
         self._has_tokenizer = has_tokenizer
 
     def check(self, request: GenerateRequest) -> None:
         """Raises RequestError naming the limit, what was asked for and the remedy."""
         check_sampling(request.sampling)
         self._check_tokens(request)
+        if request.return_sampling_mask:
+            self._check_mask(request.sampling)
         if request.sampling.stop and not self._has_tokenizer:
             raise RequestError(
                 "sampling_params.stop: the engine has no tokenizer and cannot match stop strings; use "
@@ -73,6 +77,17 @@ class RequestLimits:
                 f"{prompt} prompt tokens and max_new_tokens={new} need a cache of {reserved} tokens, but the "
                 f"engine's holds {self._kv_cache_tokens}; raise kv_cache_tokens, shorten the prompt or lower "
                 "max_new_tokens"
+            )
+
+    def _check_mask(self, params: SamplingParams) -> None:
+        greedy = params.temperature == 0.0
+        most = 1 if greedy else min(self._vocab_size, params.top_k if params.top_k > 0 else self._vocab_size)
+        if most > self._sampling_mask_max_tokens:
+            raise RequestError(
+                f"return_sampling_mask: with top_k={params.top_k} the mask of a token may hold {most} ids, "
+                f"over the engine's sampling_mask_max_tokens={self._sampling_mask_max_tokens}; set top_k to "
+                "that or less (in a run rollout.sampling.top_k), raise sampling_mask_max_tokens (in a run "
+                "engine.sampling_mask_max_tokens), or ask for no mask (train.replay_sampling_mask=false)"
             )
 
 
