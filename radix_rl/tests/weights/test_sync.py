@@ -68,6 +68,20 @@ async def test_a_source_that_fails_leaves_the_old_version_everywhere(fleet, name
     assert {(engine.version, engine.paused, engine.staged) for engine in fleet} == {("0", False, None)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+async def test_weights_that_are_not_finite_are_named_and_reach_no_engine(value, dtype, fleet, named_tensors):
+    sync = synchronizer(fleet)
+    await sync.sync(1, named_tensors)
+    broken = torch.ones(4, 4, dtype=dtype)
+    broken[2] = value
+    with pytest.raises(WeightUpdateError, match=r"weight 'broken' .* not finite"):
+        await sync.sync(2, [("whole", torch.ones(3)), ("broken", broken), ("later", broken)])
+    assert {(engine.version, engine.paused, engine.staged) for engine in fleet} == {("1", False, None)}
+    await sync.sync(2, named_tensors)
+    assert {engine.version for engine in fleet} == {"2"}
+
+
 async def test_a_cancelled_update_is_dropped_everywhere(fleet, named_tensors):
     async def hang(bucket):
         await asyncio.sleep(60)

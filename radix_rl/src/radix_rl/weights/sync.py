@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 import torch
 
 from radix_rl.buckets.bucket import WeightBucket, pack_buckets
+from radix_rl.buckets.finite import FiniteCheck
 from radix_rl.concurrency import to_end
 from radix_rl.engines.base import Engine
 from radix_rl.engines.fleet import on_all, outcomes_of
@@ -123,6 +124,8 @@ class WeightSynchronizer:
         while True:
             started = time.perf_counter()
             bucket = next(buckets, None)
+            if bucket is not None:
+                _check_finite(bucket)
             packed = time.perf_counter()
             pack_s += packed - started
             if bucket is None:
@@ -159,6 +162,19 @@ class WeightSynchronizer:
             "were put to "
             f"sleep; the others are at {version}: {failed[0][1]}"
         ) from failed[0][1]
+
+
+def _check_finite(bucket: WeightBucket) -> None:
+    check = FiniteCheck()
+    for name, tensor in bucket.tensors():
+        check.add(name, tensor)
+    name = check.first_not_finite()
+    if name is not None:
+        raise WeightUpdateError(
+            f"weight {name!r} of the trainer has values that are not finite (NaN or infinity); nothing was "
+            "committed and the version before stays in force. A lower learning rate or max_grad_norm keeps "
+            "weights from diverging"
+        )
 
 
 async def _clean_up(

@@ -215,6 +215,44 @@ async def test_refused_update_leaves_the_old_weights_in_force(qwen3_moe, engine_
     assert pickle.loads(pickle.dumps(refused.value)).args == refused.value.args
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.1.mlp.gate.weight", "model.embed_tokens.weight", "model.layers.2.mlp.experts.down_proj"],
+)
+async def test_weights_that_are_not_finite_are_refused_at_the_commit_and_named(
+    name, value, qwen3_moe, engine_of, prompt, request_of, check_against
+):
+    broken = copy.deepcopy(qwen3_moe)
+    with torch.no_grad():
+        broken.get_parameter(name)[3] = value
+        broken.lm_head.weight[0] = value
+    async with engine_of(qwen3_moe) as engine:
+        with pytest.raises(WeightUpdateError, match=f"'0' stays in force: '{name}' has values"):
+            await send(engine, broken, "1")
+        request = request_of("a", prompt(10, 1), max_new_tokens=4, return_routed_experts=True)
+        check_against(qwen3_moe, request, await engine.generate(request))
+        await send(engine, qwen3_moe, "1")
+
+
+async def test_weights_too_large_for_the_engines_dtype_are_refused(qwen3_moe, engine_of):
+    large = copy.deepcopy(qwen3_moe)
+    with torch.no_grad():
+        large.model.norm.weight[0] = 1e5
+    async with engine_of(qwen3_moe, dtype="float16") as engine:
+        with pytest.raises(WeightUpdateError, match=r"'model.norm.weight' has values that are not finite"):
+            await send(engine, large, "1")
+
+
+async def test_large_weights_are_finite_though_their_sum_is_not(qwen3_moe, engine_of):
+    large = copy.deepcopy(qwen3_moe)
+    with torch.no_grad():
+        large.model.norm.weight.fill_(3e38)
+    async with engine_of(qwen3_moe) as engine:
+        await send(engine, large, "1")
+        assert (await engine.info()).weight_version == "1"
+
+
 async def test_weights_in_float32_are_cast_to_the_engine_dtype(qwen3_moe, engine_of):
     async with engine_of(qwen3_moe, dtype="bfloat16") as engine:
         await send(engine, qwen3_moe, "1")

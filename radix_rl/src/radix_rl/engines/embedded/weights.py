@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from radix_rl.buckets.bucket import WeightBucket
+from radix_rl.buckets.finite import FiniteCheck
 from radix_rl.errors import EngineStateError, WeightUpdateError
 
 
@@ -49,6 +50,7 @@ class WeightUpdater:
         self._staged: dict[str, torch.Tensor] = {}
         """By the name that owns the tensor."""
         self._came: set[str] = set()
+        self._finite = FiniteCheck()
 
     @property
     def pending_version(self) -> str | None:
@@ -123,23 +125,31 @@ class WeightUpdater:
             if self.version is None:
                 self._model.get_parameter(owner).data = staged
             self._staged[owner] = staged
+            # As cast: what was finite may be too large for the engine's dtype.
+            self._finite.add(name, staged)
 
     def check_complete(self, version: str) -> None:
-        """Raises WeightUpdateError, ending the update, if weights are missing or the version is not the one
-        begun.
+        """Raises WeightUpdateError, ending the update, if weights are missing or not finite, or the version
+        is not the one begun.
         """
         if self._pending is None:
             raise EngineStateError(
                 "commit_weight_update needs an open update; call begin_weight_update first"
             )
         missing = sorted(set(self._layouts) - set(self._staged))
-        if version and self._pending in (version, "") and not missing:
+        not_finite = self._finite.first_not_finite()
+        if version and self._pending in (version, "") and not missing and not_finite is None:
             return
         pending = self._pending
         self.abort()
         if missing:
             raise WeightUpdateError(
                 f"weight update {pending!r} refused, {self._in_force()}: missing {_listed(missing, ', ')}"
+            )
+        if not_finite is not None:
+            raise WeightUpdateError(
+                f"weight update {pending!r} refused, {self._in_force()}: {not_finite!r} has values that are "
+                "not finite (NaN or infinity)"
             )
         raise WeightUpdateError(
             f"commit of version {version!r} refused, {self._in_force()}: the update was begun as {pending!r}"
@@ -157,7 +167,7 @@ class WeightUpdater:
 
     def abort(self) -> None:
         """Drop an open update. Idempotent."""
-        self._staged, self._came = {}, set()
+        self._staged, self._came, self._finite = {}, set(), FiniteCheck()
         self._pending = None
 
     def sleep(self) -> None:
