@@ -147,9 +147,11 @@ def test_a_tracker_that_is_not_installed_names_its_extra(configure, monkeypatch)
 def test_off_a_terminal_progress_is_a_line_a_step_with_what_that_step_measured():
     text = io.StringIO()
     with RunProgress("demo", 2, console=Console(file=text, width=40)) as progress:
+        progress.update(0, {"eval/accuracy": 0.25})
         progress.update(1, {"rollout/reward_mean": 0.25, "eval/accuracy": 0.5})
         progress.update(2, {"rollout/reward_mean": 0.75})
-    lines = text.getvalue().splitlines()
+    before, *lines = text.getvalue().splitlines()
+    assert before == "demo: step 0/2  accuracy 25.0%"
     assert len(lines) == 2
     assert lines[0].startswith("demo: step 1/2  reward 0.250  accuracy 50.0%  s/step 0.")
     assert lines[1].startswith("demo: step 2/2  reward 0.750  s/step 0.")

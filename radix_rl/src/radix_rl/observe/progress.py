@@ -61,7 +61,10 @@ class RunProgress:
         A plain line holds what this step measured. The bar keeps older figures with the step they are from.
         """
         now = time.perf_counter()
-        shown = dict(metrics) | {"time/total_s": now - self._previous_s}
+        shown = dict(metrics)
+        # Step 0 is the evaluation before the first step.
+        if step > 0:
+            shown["time/total_s"] = now - self._previous_s
         self._previous_s = now
         self._measured |= {
             label: (step, form.format(shown[name])) for label, name, form in SHOWN if name in shown
