@@ -9,6 +9,7 @@ RadixError
 │   ├── EngineStateError                a call that its state forbids: paused, asleep, no weights (HTTP 409)
 │   └── WeightUpdateError               an update that was refused; says which weights are in force
 ├── ReplayError (ValueError)            replay outputs that do not fit the tokens; names sample and field
+├── RewardError (RuntimeError)          rewards that failed too often; names problem and sample
 └── TrainingError (RuntimeError)        a worker that failed; carries its traceback
 """
 
@@ -39,6 +40,9 @@ class WeightUpdateError(EngineError): ...
 
 
 class ReplayError(RadixError, ValueError): ...
+
+
+class RewardError(RadixError, RuntimeError): ...
 
 
 class TrainingError(RadixError, RuntimeError): ...

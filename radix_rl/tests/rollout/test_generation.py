@@ -1,12 +1,13 @@
 """The generator: order, seeds, bounds, resumption, and nothing left behind by an error."""
 
 import asyncio
+import time
 
 import msgspec
 import pytest
 
-from radix_rl.config.rollout import RolloutConfig, SamplingConfig
-from radix_rl.errors import ConfigurationError, EngineError, ReplayError, RequestError
+from radix_rl.config.rollout import RewardConfig, RolloutConfig, SamplingConfig
+from radix_rl.errors import ConfigurationError, EngineError, ReplayError, RequestError, RewardError
 from radix_rl.rollout import generation
 from radix_rl.rollout.environments.base import Environment, EpochOrder, Problem
 from radix_rl.rollout.generation import RolloutGenerator
@@ -67,7 +68,7 @@ async def test_samples_come_in_order_scored_and_grouped_however_long_each_takes(
     assert list(store.list_objects()) == []
 
 
-async def test_sampling_seeds_follow_from_run_seed_step_problem_and_index(engine, make, problems):
+async def test_sampling_seeds_follow_from_run_seed_step_and_place(engine, make, problems):
     async def seeds(seed: int, step: int, chosen: list[Problem]) -> dict[tuple[int, ...], list[int | None]]:
         engine.requests.clear()
         await make(seed=seed).generate(step, chosen)
@@ -78,9 +79,16 @@ async def test_sampling_seeds_follow_from_run_seed_step_problem_and_index(engine
 
     base = await seeds(0, 0, problems)
     assert len({seed for group in base.values() for seed in group}) == 8
-    assert await seeds(0, 0, problems[::-1]) == base
+    assert await seeds(0, 0, problems) == base
     for other in (await seeds(1, 0, problems), await seeds(0, 1, problems)):
         assert not {s for g in other.values() for s in g} & {s for g in base.values() for s in g}
+
+
+async def test_a_problem_that_comes_twice_in_a_step_gets_other_answers(engine, make, problems):
+    generator = make()
+    await generator.generate(0, [problems[0], problems[0]])
+    await generator.generate(0, [problems[0]], first_group_id=2)
+    assert len({request.sampling.seed for request in engine.requests}) == len(engine.requests) == 6
 
 
 async def test_requests_in_flight_stay_below_the_bound(engine, make, problems):
@@ -129,9 +137,35 @@ async def test_a_failing_score_leaves_nothing_in_the_store(engine, store, make, 
         raise ZeroDivisionError
 
     monkeypatch.setattr(Lengths, "score", broken)
-    with pytest.raises(ZeroDivisionError):
-        await make().generate(0, problems)
+    with pytest.raises(RewardError, match=r"problem p\d, sample \d/\d, failed: it raised ZeroDivisionError"):
+        await make(rewards=RewardConfig(max_failed=7)).generate(0, problems)
     assert list(store.list_objects()) == []
+
+
+async def test_rewards_do_not_hold_up_generation(engine, store, make, problems, monkeypatch):
+    def slow(self, problem, output_ids, text):
+        time.sleep(0.2)
+        return 1.0
+
+    monkeypatch.setattr(Lengths, "score", slow)
+    longest_s = 0.0
+
+    async def watch() -> None:
+        nonlocal longest_s
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.005)
+            longest_s = max(longest_s, time.perf_counter() - before)
+
+    watching = asyncio.create_task(watch())
+    started = time.perf_counter()
+    samples = await make(rewards=RewardConfig(max_concurrent=8)).generate(0, problems)
+    watching.cancel()
+    assert [sample.reward for sample in samples] == [1.0] * 8
+    # One after the other they take 1.6 s.
+    assert time.perf_counter() - started < 1.2
+    assert longest_s < 0.15
+    delete_refs(samples, store)
 
 
 async def test_a_refused_answer_is_deleted_too(engine, store, make, problems):

@@ -43,6 +43,18 @@ class DynamicSamplingConfig(Section):
     """Rounds of generation in a step, the first included; then the step trains on the groups it has."""
 
 
+class RewardConfig(Section):
+    """How answers are scored: in threads beside generation."""
+
+    timeout_s: float = Field(default=60.0, gt=0)
+    """For one score. A thread cannot be ended: one that takes longer goes on and is not waited for."""
+    max_concurrent: int = Field(default=16, ge=1)
+    """Scores at a time."""
+    max_failed: int = Field(default=4, ge=0)
+    """Scores of one rollout or evaluation that may fail: raise, take too long, or give no finite number. They
+    are logged and count as 0. One more ends the run."""
+
+
 class RolloutConfig(Section):
     """One step's rollout: `prompts_per_step` groups of `samples_per_prompt` samples."""
 
@@ -53,6 +65,7 @@ class RolloutConfig(Section):
     max_sample_tokens: int | None = Field(default=None, ge=2)
     """Prompt plus response tokens kept of a sample; the rest is cut. Unset: nothing is cut."""
     sampling: SamplingConfig = SamplingConfig()
+    rewards: RewardConfig = RewardConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ from radix_rl.rollout.refs import delete_refs
 from radix_rl.rollout.replay_index import requested_fields
 from radix_rl.rollout.sample import Sample
 from radix_rl.rollout.sample_builder import SampleBuilder
+from radix_rl.rollout.scoring import Scorer
 from radix_rl.stop_strings import first_stop_across
 from radix_rl.types import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
 from radix_transfer_plugins import OutputStore
@@ -109,16 +110,19 @@ class RolloutGenerator:
     ) -> list[Sample]:
         """`samples_per_prompt` scored samples of each problem, in order: group i is problem i.
 
-        The same run seed, step and problem give the same sampling seeds. Raises RequestError, EngineError,
-        ReplayError.
+        Sampling seeds follow from the run's seed, the step, the group id and the place in the group: a
+        problem that comes twice gets other answers.
+
+        Raises RequestError, EngineError, ReplayError, RewardError.
         """
         samples: list[Sample] = []
+        scorer = self._scorer()
 
         async def one(group: int, problem: Problem, index: int) -> Sample:
             sample = await self._sample(
                 self._builder,
                 self._config.sampling,
-                f"{step}/{problem.problem_id}/{index}",
+                f"{step}/{first_group_id + group}/{index}",
                 problem,
                 first_group_id + group,
                 index,
@@ -126,7 +130,7 @@ class RolloutGenerator:
             samples.append(sample)
             if self._config.max_sample_tokens is not None:
                 sample.truncate(self._config.max_sample_tokens)
-            return self._scored(problem, sample)
+            return await self._scored(scorer, problem, sample)
 
         try:
             return await gather_or_cancel(
@@ -145,10 +149,11 @@ class RolloutGenerator:
         the store."""
 
         async def one(group: int, problem: Problem) -> Sample:
-            path = f"eval/{problem.problem_id}"
+            path = f"eval/{group}"
             sample = await self._sample(SampleBuilder(), sampling, path, problem, group, index=0)
-            return self._scored(problem, sample)
+            return await self._scored(scorer, problem, sample)
 
+        scorer = self._scorer()
         samples = await gather_or_cancel([one(group, problem) for group, problem in enumerate(problems)])
         if self._engine.capabilities.ordered_admission:
             # A run that is resumed here finds no prefixes of these problems either.
@@ -204,11 +209,12 @@ class RolloutGenerator:
         except OutputStoreError as error:
             logger.warning("could not delete the stored outputs of %d samples: %s", len(samples), error)
 
-    def _scored(self, problem: Problem, sample: Sample) -> Sample:
-        output_ids = tuple(sample.tokens[sample.prompt_tokens :])
-        sample.reward = self._environment.score(
-            problem, output_ids, self._decode(output_ids, skip_special_tokens=True)
-        )
+    def _scorer(self) -> Scorer:
+        return Scorer(self._environment, self._config.rewards)
+
+    async def _scored(self, scorer: Scorer, problem: Problem, sample: Sample) -> Sample:
+        text = self._decode(sample.tokens[sample.prompt_tokens :], skip_special_tokens=True)
+        await scorer.score(problem, sample, text)
         sample.metadata["problem_id"] = problem.problem_id
         return sample
 

@@ -19,6 +19,7 @@ from radix_rl.rollout.generation import RolloutGenerator
 from radix_rl.rollout.metrics import equal_groups, rollout_metrics
 from radix_rl.rollout.refs import delete_refs
 from radix_rl.rollout.sample import Sample
+from radix_rl.rollout.scoring import num_failed
 from radix_rl.train.checkpoint import RunState
 from radix_rl.train.plan.no_signal import NoSignalWarning
 from radix_rl.train.plan.step_plan import SampleTask, plan_step
@@ -96,6 +97,7 @@ async def run_step(parts: RunParts, state: RunState) -> tuple[RunState, dict[str
             rollout = await collect_samples(parts, state, samples)
         metrics |= rollout_metrics(samples)
         metrics["rollout/equal_groups_share"] = rollout.equal_groups / rollout.groups
+        metrics["rollout/failed_rewards"] = float(rollout.failed_rewards)
         metrics["rollout/tokens_per_second"] = rollout.response_tokens / metrics["time/generate_s"]
         plan = plan_step(config, samples, step)
         parts.no_signal.after_plan(step + 1, plan)
@@ -138,6 +140,7 @@ class Rollout:
     groups: int = 0
     equal_groups: int = 0
     """Groups whose rewards are all equal."""
+    failed_rewards: int = 0
     response_tokens: int = 0
 
 
@@ -161,6 +164,7 @@ async def collect_samples(parts: RunParts, state: RunState, samples: list[Sample
         equal = equal_groups(generated)
         done.groups += wanted
         done.equal_groups += len(equal)
+        done.failed_rewards += num_failed(generated)
         done.response_tokens += sum(len(sample.tokens) - sample.prompt_tokens for sample in generated)
         keep = generated
         if rollout.dynamic_sampling.enabled:
@@ -193,6 +197,7 @@ async def evaluate(parts: RunParts) -> dict[str, float]:
         "eval/accuracy": float(np.mean(rewards)),
         "eval/response_tokens_mean": float(np.mean(lengths)),
         "eval/problems": float(len(problems)),
+        "eval/failed_rewards": float(num_failed(samples)),
         "time/eval_s": time.perf_counter() - started,
     }
 

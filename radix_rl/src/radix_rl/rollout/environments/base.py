@@ -2,6 +2,7 @@
 
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable
 from functools import lru_cache
 from typing import Any
 
@@ -28,8 +29,12 @@ class Environment(ABC):
         """Held out: none of them is a training problem."""
 
     @abstractmethod
-    def score(self, problem: Problem, output_ids: tuple[int, ...], text: str) -> float:
-        """Reward of one answer. `text` is the decoded output, without special tokens."""
+    def score(self, problem: Problem, output_ids: tuple[int, ...], text: str) -> float | Awaitable[float]:
+        """Reward of one answer, a finite number. `text` is the decoded output, without special tokens.
+
+        Called in a thread, several at a time, see RewardConfig; `async def` works too, and runs on the event
+        loop of the rollout.
+        """
 
 
 class EpochOrder:
