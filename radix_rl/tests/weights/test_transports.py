@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -146,6 +147,35 @@ async def test_broadcasts_reach_engines_at_any_name_of_the_machine(own_host, ser
     await synchronizer.close()
 
 
+@pytest.mark.parametrize(
+    ("make", "name", "protocol"),
+    [
+        (HttpTransport, "http", "TakesEncodedBuckets"),
+        (broadcast, "broadcast", "TakesBroadcasts"),
+        (lambda: DiskTransport(Path("versions"), Path("model")), "disk", "TakesCheckpoints"),
+    ],
+)
+def test_an_engine_is_asked_once_for_what_a_transport_needs(make, name, protocol, make_engine):
+    with pytest.raises(ConfigurationError, match=f"'{name}', but KeepingEngine takes weights by memory"):
+        make().check([make_engine()])
+    lacking = make_engine()
+    lacking.transports = (name,)
+    with pytest.raises(ConfigurationError, match=f"KeepingEngine lists it, but lacks methods of {protocol}"):
+        make().check([lacking])
+    make().check([RemoteLike(name)])
+
+
+class RemoteLike(RemoteEngine):
+    """A client that never connects."""
+
+    def __init__(self, transport):
+        super().__init__("http://127.0.0.1:1", RemoteSettings())
+        self._weights = RemoteWeights(self._http, {"server": "radix-rl"})
+        self._capabilities = self._capabilities_of(
+            {"server": "radix-rl", "capabilities": {"weight_transports": [transport]}}
+        )
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_an_address_that_means_every_interface_is_none_for_engines_to_reach(host):
     with pytest.raises(ConfigurationError, match=r"weights\.host: .* every interface"):
@@ -189,17 +219,17 @@ async def test_a_fleet_keeps_one_group_until_a_server_has_lost_it(serve, model):
     transport = broadcast()
     synchronizer = WeightSynchronizer([first, second], transport, bucket_bytes=1 << 20)
     await synchronizer.sync(1, named_weights(model))
-    (name,) = app.state.server.groups.names()
+    (name,) = app.state.weights.groups.names()
     await synchronizer.sync(2, named_weights(model))
-    assert app.state.server.groups.names() == [name]
+    assert app.state.weights.groups.names() == [name]
 
     await second.weights.leave_group(name)
     await synchronizer.sync(3, named_weights(model))
 
-    assert app.state.server.groups.names() != [name]
+    assert app.state.weights.groups.names() != [name]
     assert one.version == "3"
     await synchronizer.close()
-    assert app.state.server.groups.names() == []
+    assert app.state.weights.groups.names() == []
 
 
 async def test_a_server_that_never_receives_ends_the_update_in_time_and_the_next_one_works(
@@ -215,7 +245,7 @@ async def test_a_server_that_never_receives_ends_the_update_in_time_and_the_next
         await woken.wait()
         raise WeightUpdateError("woken too late")
 
-    monkeypatch.setattr(app.state.server.groups, "receive", never)
+    monkeypatch.setattr(app.state.weights.groups, "receive", never)
     started = time.monotonic()
     with pytest.raises(WeightUpdateError, match=rf"no answer from .*{second.base_url}"):
         await synchronizer.sync(2, named_weights(model))
@@ -324,14 +354,14 @@ async def test_after_an_update_that_failed_a_fixed_port_serves_again_and_no_grou
 
     with pytest.raises(ZeroDivisionError):
         await synchronizer.sync(1, broken())
-    (failed,) = app.state.server.groups.names()
+    (failed,) = app.state.weights.groups.names()
     await synchronizer.sync(2, named_weights(model))
 
-    (name,) = app.state.server.groups.names()
+    (name,) = app.state.weights.groups.names()
     assert name != failed
     assert engine.version == "2"
     await synchronizer.close()
-    assert app.state.server.groups.names() == []
+    assert app.state.weights.groups.names() == []
 
 
 def test_transports_to_servers_refuse_other_engines(make_engine, tmp_path):

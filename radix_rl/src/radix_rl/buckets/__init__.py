@@ -1,0 +1,7 @@
+"""How weights lie in bytes, below the engines and everybody who sends or takes them.
+
+bucket.py        `WeightBucket`: named tensors in one buffer, and packing a model into several
+packed.py        SGLang's flattened bucket, without padding
+wire.py          a bucket as the binary body of our server
+safetensors.py   SGLang's JSON body with safetensors in place of pickles
+"""

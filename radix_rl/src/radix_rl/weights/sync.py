@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ class WeightSynchronizer:
     def __init__(
         self,
         engines: Sequence[Engine],
-        transport: WeightTransport,
+        transport: WeightTransport[Any],
         *,
         bucket_bytes: int,
         checkpoint_names: Callable[[NamedTensors], NamedTensors] | None = None,

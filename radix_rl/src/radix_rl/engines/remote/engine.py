@@ -5,12 +5,13 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from radix_rl.buckets.bucket import WeightBucket
+from radix_rl.buckets.bucket import TensorSpec, WeightBucket
 from radix_rl.buckets.wire import encode_bucket
 from radix_rl.config.engine import RemoteSettings
 from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
@@ -230,6 +231,29 @@ class RemoteEngine(Engine):
     async def update_weights_encoded(self, body: bytes) -> None:
         """`body` is `encode_bucket`'s: a fleet shares one encoding."""
         await self.weights.send_encoded(body)
+
+    async def load_weights(self, path: Path, version: str) -> None:
+        await self.weights.load_checkpoint(path, version)
+
+    @property
+    def num_weight_ranks(self) -> int:
+        return self.weights.num_ranks
+
+    async def knows_weight_group(self, name: str) -> bool:
+        return await self.weights.knows_group(name)
+
+    async def join_weight_group(
+        self, name: str, backend: str, *, address: str, port: int, rank_offset: int, world_size: int
+    ) -> None:
+        await self.weights.join_group(
+            name, backend, address=address, port=port, rank_offset=rank_offset, world_size=world_size
+        )
+
+    async def leave_weight_group(self, name: str) -> None:
+        await self.weights.leave_group(name)
+
+    async def receive_weights(self, specs: Sequence[TensorSpec], group_name: str) -> None:
+        await self.weights.receive(specs, group_name)
 
     async def commit_weight_update(self, version: str) -> None:
         await self.weights.commit(version)

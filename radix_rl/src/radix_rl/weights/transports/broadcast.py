@@ -14,8 +14,7 @@ from radix_rl.addresses import bind_tcp, host_and_port
 from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.buckets.packed import pack
 from radix_rl.concurrency import cancel_and_wait, in_own_thread, outcomes
-from radix_rl.engines.base import Engine
-from radix_rl.engines.remote.engine import RemoteEngine
+from radix_rl.engines.weight_protocols import TakesBroadcasts
 from radix_rl.errors import ConfigurationError, EngineError, WeightUpdateError
 from radix_rl.weights.transports.base import WeightTransport
 from radix_rl.weights.update_group import GroupBackend, UpdateGroup, group_device
@@ -27,11 +26,12 @@ _GRACE_S = 5.0
 """How long the answers of engines are waited for after a broadcast that failed."""
 
 
-class BroadcastTransport(WeightTransport):
+class BroadcastTransport(WeightTransport[TakesBroadcasts]):
     """The group is made before the first update and kept. It is made anew, under another name, after a
     failure and when an engine no longer knows it, such as one that was started again."""
 
     name: ClassVar[str] = "broadcast"
+    needs: ClassVar[type] = TakesBroadcasts
 
     def __init__(
         self, *, backend: GroupBackend, host: str, port: int, device: torch.device, timeout_s: float
@@ -53,22 +53,21 @@ class BroadcastTransport(WeightTransport):
         self._forsaken: set[str] = set()
         """Groups that failed here; engines may still be members."""
 
-    async def prepare(self, engines: Sequence[Engine]) -> None:
-        remotes = _remotes(engines)
+    async def prepare(self, engines: Sequence[TakesBroadcasts]) -> None:
         if self._group is not None:
             name = self._group.name
-            if all(await asyncio.gather(*(remote.weights.knows_group(name) for remote in remotes))):
+            if all(await asyncio.gather(*(engine.knows_weight_group(name) for engine in engines))):
                 return
-        await self._leave(remotes)
-        self._group = await self._meet(remotes)
+        await self._leave(engines)
+        self._group = await self._meet(engines)
 
-    async def send(self, engines: Sequence[Engine], bucket: WeightBucket) -> int:
-        group, remotes = self._group, _remotes(engines)
+    async def send(self, engines: Sequence[TakesBroadcasts], bucket: WeightBucket) -> int:
+        group = self._group
         if group is None:
             raise WeightUpdateError("broadcast: the group of the engines failed; begin a new update")
         packed = pack(bucket, group.device)
         answers = [
-            asyncio.ensure_future(remote.weights.receive(packed.specs, group.name)) for remote in remotes
+            asyncio.ensure_future(engine.receive_weights(packed.specs, group.name)) for engine in engines
         ]
         cast = asyncio.ensure_future(in_own_thread(partial(group.broadcast, [packed.buffer])))
         try:
@@ -76,11 +75,11 @@ class BroadcastTransport(WeightTransport):
                 [*answers, cast], timeout=self._timeout_s + _GRACE_S, return_when=asyncio.FIRST_EXCEPTION
             )
             if all(task.done() and task.exception() is None for task in (*answers, cast)):
-                return packed.buffer.numel() * len(remotes)
+                return packed.buffer.numel() * len(engines)
             # The group is out of step: without it the members that still wait fail too, and answer.
             await self.abandon()
             await asyncio.wait(answers, timeout=_GRACE_S)
-            raise _first_error(remotes, answers, cast, self._timeout_s)
+            raise _first_error(engines, answers, cast, self._timeout_s)
         finally:
             await cancel_and_wait((*answers, cast))
 
@@ -90,17 +89,17 @@ class BroadcastTransport(WeightTransport):
             self._forsaken.add(group.name)
             await in_own_thread(group.close)
 
-    async def close(self, engines: Sequence[Engine]) -> None:
-        await self._leave(_remotes(engines))
+    async def close(self, engines: Sequence[TakesBroadcasts]) -> None:
+        await self._leave(engines)
 
-    async def _leave(self, remotes: Sequence[RemoteEngine]) -> None:
+    async def _leave(self, engines: Sequence[TakesBroadcasts]) -> None:
         """Every group that there was. Members that have lost one already say so; that is what was wanted."""
         await self.abandon()
         names, self._forsaken = self._forsaken, set()
         calls = {
-            asyncio.ensure_future(remote.weights.leave_group(name)): name
+            asyncio.ensure_future(engine.leave_weight_group(name)): name
             for name in names
-            for remote in remotes
+            for engine in engines
         }
         if not calls:
             return
@@ -110,7 +109,7 @@ class BroadcastTransport(WeightTransport):
             if error is not None:
                 logger.debug("leaving a group of weight updates: %s", error)
 
-    async def _meet(self, remotes: Sequence[RemoteEngine]) -> UpdateGroup:
+    async def _meet(self, engines: Sequence[TakesBroadcasts]) -> UpdateGroup:
         try:
             listener = bind_tcp(self._host, self._port)
         except OSError as error:
@@ -120,12 +119,12 @@ class BroadcastTransport(WeightTransport):
             ) from error
         name, port = f"radix-rl-{uuid.uuid4().hex[:12]}", listener.getsockname()[1]
         self._forsaken.add(name)
-        world_size = 1 + sum(remote.weights.num_ranks for remote in remotes)
+        world_size = 1 + sum(engine.num_weight_ranks for engine in engines)
         joins, rank = [], 1
-        for remote in remotes:
+        for engine in engines:
             joins.append(
                 asyncio.ensure_future(
-                    remote.weights.join_group(
+                    engine.join_weight_group(
                         name,
                         self._backend,
                         address=self._host,
@@ -135,7 +134,7 @@ class BroadcastTransport(WeightTransport):
                     )
                 )
             )
-            rank += remote.weights.num_ranks
+            rank += engine.num_weight_ranks
 
         def host() -> UpdateGroup:
             return UpdateGroup.host(
@@ -155,21 +154,13 @@ class BroadcastTransport(WeightTransport):
             if all(task.done() and task.exception() is None for task in (*joins, hosting)):
                 self._forsaken.discard(name)
                 return hosting.result()
-            raise _first_error(remotes, joins, hosting, self._timeout_s)
+            raise _first_error(engines, joins, hosting, self._timeout_s)
         finally:
             await cancel_and_wait((*joins, hosting))
 
 
-def _remotes(engines: Sequence[Engine]) -> list[RemoteEngine]:
-    remotes = [engine for engine in engines if isinstance(engine, RemoteEngine)]
-    if len(remotes) != len(engines):
-        names = sorted({type(engine).__name__ for engine in engines} - {"RemoteEngine"})
-        raise ConfigurationError(f'weights.transport "broadcast" needs remote engines, got {names}')
-    return remotes
-
-
 def _first_error(
-    remotes: Sequence[RemoteEngine],
+    engines: Sequence[TakesBroadcasts],
     answers: Sequence["asyncio.Future[None]"],
     ours: "asyncio.Future",
     timeout_s: float,
@@ -180,7 +171,7 @@ def _first_error(
             if isinstance(error, EngineError | ConfigurationError):
                 return error
             return WeightUpdateError(f"broadcast: {error}")
-    late = [r.base_url for r, answer in zip(remotes, answers, strict=True) if not answer.done()]
+    late = [engine.base_url for engine, answer in zip(engines, answers, strict=True) if not answer.done()]
     if ours.done() and not ours.cancelled() and (error := ours.exception()) is not None:
         waiting = f"; no answer from {', '.join(late)}" if late else ""
         return WeightUpdateError(f"broadcast: {error}{waiting}")

@@ -15,18 +15,19 @@ from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.concurrency import in_thread_to_end, torch_in_thread
 from radix_rl.engines.base import Engine, WeightNames
 from radix_rl.engines.fleet import on_all
-from radix_rl.engines.remote.engine import RemoteEngine
+from radix_rl.engines.weight_protocols import TakesCheckpoints
 from radix_rl.errors import ConfigurationError, WeightUpdateError
 from radix_rl.weights.transports.base import WeightTransport
 
 _COPIED = ("config.json", "generation_config.json")
 
 
-class DiskTransport(WeightTransport):
+class DiskTransport(WeightTransport[TakesCheckpoints]):
     """One safetensors file a bucket; the folder gets its name when it is whole, and the one before goes when
     the engines have read it. Tensors have the names of a checkpoint."""
 
     name: ClassVar[str] = "disk"
+    needs: ClassVar[type] = TakesCheckpoints
 
     def __init__(self, directory: Path, model_path: Path) -> None:
         """Versions are folders below `directory`; `model_path` is the model whose configuration they get."""
@@ -41,25 +42,18 @@ class DiskTransport(WeightTransport):
     def weight_names(self, engines: Sequence[Engine]) -> WeightNames:
         return "checkpoint"
 
-    async def prepare(self, engines: Sequence[Engine]) -> None:
+    async def prepare(self, engines: Sequence[TakesCheckpoints]) -> None:
         await asyncio.to_thread(self._start)
 
-    async def send(self, engines: Sequence[Engine], bucket: WeightBucket) -> int:
+    async def send(self, engines: Sequence[TakesCheckpoints], bucket: WeightBucket) -> int:
         await torch_in_thread(self._write, bucket)
         return bucket.buffer.numel()
 
-    async def finish(self, engines: Sequence[Engine], version: str) -> None:
+    async def finish(self, engines: Sequence[TakesCheckpoints], version: str) -> None:
         path = await asyncio.to_thread(self._seal, version)
 
-        async def load(engine: Engine) -> None:
-            if not isinstance(engine, RemoteEngine):
-                raise ConfigurationError(
-                    f'weights.transport "disk" needs remote engines, got {type(engine).__name__}'
-                )
-            await engine.weights.load_checkpoint(path, version)
-
         try:
-            await on_all(engines, load)
+            await on_all(engines, lambda engine: engine.load_weights(path, version))
         except BaseException:
             await in_thread_to_end(shutil.rmtree, path, ignore_errors=True)
             raise

@@ -5,25 +5,18 @@ from typing import ClassVar
 
 from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.buckets.wire import encode_bucket
-from radix_rl.engines.base import Engine
 from radix_rl.engines.fleet import on_all
-from radix_rl.engines.remote.engine import RemoteEngine
-from radix_rl.errors import ConfigurationError
+from radix_rl.engines.weight_protocols import TakesEncodedBuckets
 from radix_rl.weights.transports.base import WeightTransport
 
 
-class HttpTransport(WeightTransport):
+class HttpTransport(WeightTransport[TakesEncodedBuckets]):
+    """Bodies of requests; only our own server takes them."""
+
     name: ClassVar[str] = "http"
+    needs: ClassVar[type] = TakesEncodedBuckets
 
-    async def send(self, engines: Sequence[Engine], bucket: WeightBucket) -> int:
+    async def send(self, engines: Sequence[TakesEncodedBuckets], bucket: WeightBucket) -> int:
         body = encode_bucket(bucket)
-
-        async def post(engine: Engine) -> None:
-            if not isinstance(engine, RemoteEngine):
-                raise ConfigurationError(
-                    f'weights.transport "http" needs remote engines, got {type(engine).__name__}'
-                )
-            await engine.update_weights_encoded(body)
-
-        await on_all(engines, post)
+        await on_all(engines, lambda engine: engine.update_weights_encoded(body))
         return len(body) * len(engines)

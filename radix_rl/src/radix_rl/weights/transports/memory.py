@@ -9,7 +9,7 @@ from radix_rl.engines.fleet import on_all
 from radix_rl.weights.transports.base import WeightTransport
 
 
-class MemoryTransport(WeightTransport):
+class MemoryTransport(WeightTransport[Engine]):
     name: ClassVar[str] = "memory"
 
     async def send(self, engines: Sequence[Engine], bucket: WeightBucket) -> int:
