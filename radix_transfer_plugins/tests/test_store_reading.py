@@ -11,7 +11,9 @@ from radix_transfer_plugins import (
     StoreRef,
     TokenOutputStash,
 )
+from radix_transfer_plugins.codecs.experts import ExpertsCodec
 from radix_transfer_plugins.codecs.narrow import NarrowCodec
+from radix_transfer_plugins.codecs.raw import RawCodec
 from radix_transfer_plugins.errors import (
     CorruptObjectError,
     FieldMissingError,
@@ -49,11 +51,59 @@ def test_chunks_hold_at_most_the_buffer_in_order_and_one_lease_at_a_time(store, 
     assert [len(array) for array in arrays] == [1, 2, 3, 4, 1]
 
 
-def test_a_field_larger_than_the_buffer_fails_before_anything_is_read(store, backend):
-    refs = put(store, rows_of(1), rows_of(5))
-    with pytest.raises(ReadBufferError, match="160 bytes, more than buffer_bytes 159"):
-        read_experts(store, [(ref, ["routed_experts"]) for ref in refs], buffer_bytes=159)
+@pytest.mark.parametrize(
+    ("codec", "buffer_bytes", "message"),
+    [
+        (RawCodec(), 31, "32 bytes, of which 32 are read at once, more than buffer_bytes 31"),
+        (ExpertsCodec(16, 4), 40, "of which .* are read at once, more than buffer_bytes 40"),
+    ],
+)
+def test_a_field_whose_least_part_is_over_the_buffer_fails_before_anything_is_read(
+    backend, codec, buffer_bytes, message
+):
+    store = OutputStore(backend, codecs={"routed_experts": codec})
+    refs = put(store, rows_of(1, fill=3), rows_of(5, fill=3))
+    with pytest.raises(ReadBufferError, match=message):
+        read_experts(store, [(ref, ["routed_experts"]) for ref in refs], buffer_bytes=buffer_bytes)
     assert backend.get_calls == []
+
+
+@pytest.mark.parametrize(("codec", "row_bytes"), [(RawCodec(), 32), (NarrowCodec(16), 8)])
+def test_a_field_larger_than_the_buffer_is_read_in_pieces_of_rows(backend, codec, row_bytes, monkeypatch):
+    store = OutputStore(backend, codecs={"routed_experts": codec})
+    small, large = rows_of(1), rows_of(10, seed=1)
+    refs = put(store, small, large, start_rows=[{}, {"routed_experts": 100}])
+    pieces = []
+    get_range_into = backend.get_range_into
+
+    def spy(key, stored_bytes, offset, buffer):
+        pieces.append((offset // row_bytes, len(buffer) // row_bytes))
+        get_range_into(key, stored_bytes, offset, buffer)
+
+    monkeypatch.setattr(backend, "get_range_into", spy)
+    requests = [
+        (refs[0], ["routed_experts"]),
+        (refs[1], ["routed_experts"]),
+        (refs[1], ["routed_experts"], {"routed_experts": (102, 108)}),
+        (refs[1], ["routed_experts"], {"routed_experts": (105, 105)}),
+    ]
+    arrays = read_experts(store, requests, buffer_bytes=4 * row_bytes + 1)
+    assert pieces == [(0, 4), (4, 4), (8, 2)]
+    for array, expected in zip(arrays, (small, large, large[2:8], large[:0]), strict=True):
+        assert array.dtype == np.int32
+        assert np.array_equal(array, expected)
+        assert array.flags.writeable
+
+
+def test_damage_in_a_field_that_is_read_in_pieces_is_found(store, backend):
+    (ref,) = put(store, rows_of(10))
+    key = f"{ref.key}/routed_experts"
+    data = bytearray(backend.get_batch([key]).views[0])
+    data[200] ^= 1
+    backend.delete_batch([key])
+    backend.put_batch([(key, bytes(data))])
+    with pytest.raises(CorruptObjectError, match="has the checksum crc32"):
+        read_experts(store, [(ref, ["routed_experts"])], buffer_bytes=64)
 
 
 def test_a_field_missing_from_a_ref_fails_before_anything_is_read(store, backend):

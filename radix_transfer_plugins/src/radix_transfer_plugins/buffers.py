@@ -20,11 +20,26 @@ def byte_view(buffer: Buffer) -> memoryview:
 
 def checksum_of(data: memoryview) -> str:
     """The checksum as references spell it: "crc32:" and eight lower-case hex digits (the CRC-32 of zlib)."""
-    return f"crc32:{_crc32()(data):08x}"
+    checksum = Checksum()
+    checksum.add(data)
+    return str(checksum)
+
+
+class Checksum:
+    """A checksum of data that comes in pieces; as text it is what `checksum_of` gives for all of it."""
+
+    def __init__(self) -> None:
+        self._crc32 = 0
+
+    def add(self, data: memoryview) -> None:
+        self._crc32 = _crc32()(data, self._crc32)
+
+    def __str__(self) -> str:
+        return f"crc32:{self._crc32:08x}"
 
 
 @functools.cache
-def _crc32() -> Callable[[memoryview], int]:
+def _crc32() -> Callable[[memoryview, int], int]:
     """zlib-ng's, which gives the same values several times faster, where the extra "fast" is installed."""
     try:
         from zlib_ng import zlib_ng

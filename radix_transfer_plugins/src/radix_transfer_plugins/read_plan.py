@@ -85,15 +85,19 @@ def require_readable(ref: StoreRef, backend: str, key_prefix: str) -> None:
 
 
 def split_chunks(reads: Sequence[FieldRead], buffer_bytes: int) -> Iterator[list[FieldRead]]:
-    """The reads in order, in runs of at most `buffer_bytes` stored bytes.
+    """The reads in order, in runs of at most `buffer_bytes` stored bytes, or of one larger read.
 
-    Raises ReadBufferError before the first.
+    The larger one can be read in pieces of rows. Raises ReadBufferError before the first for one that cannot.
     """
     for read in reads:
-        if read.spec.stored_bytes > buffer_bytes:
+        if read.spec.stored_bytes <= buffer_bytes:
+            continue
+        row_bytes = read.spec.make_codec().row_bytes(read.spec.numpy_dtype, read.spec.shape)
+        if row_bytes is None or row_bytes > buffer_bytes:
+            least = read.spec.stored_bytes if row_bytes is None else row_bytes
             raise ReadBufferError(
-                f"the field {read.key!r} is stored in {read.spec.stored_bytes} bytes, more than "
-                f"buffer_bytes {buffer_bytes}"
+                f"the field {read.key!r} is stored in {read.spec.stored_bytes} bytes, of which {least} are "
+                f"read at once, more than buffer_bytes {buffer_bytes}"
             )
     return _chunks(reads, buffer_bytes)
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from radix_transfer_plugins.backends.base import Backend, ObjectInfo
-from radix_transfer_plugins.buffers import byte_view, checksum_of
+from radix_transfer_plugins.buffers import Checksum, byte_view, checksum_of
 from radix_transfer_plugins.codecs.base import Codec
 from radix_transfer_plugins.codecs.raw import RawCodec
 from radix_transfer_plugins.errors import (
@@ -176,9 +176,10 @@ class OutputStore:
         """Copies that the caller owns, in chunks of at most `buffer_bytes` stored bytes; see docs/store.md.
 
         Before anything is read: FieldMissingError for a field that the reference or `stash_type` lacks,
-        ReadBufferError for a field stored in more than `buffer_bytes`, RefError for rows that are not there
-        or a reference of another backend, KeyOutsidePrefixError. While reading: ObjectLostError,
-        CorruptObjectError, StoreUnavailableError. Fields not asked for keep the default of `stash_type`.
+        ReadBufferError for a field that `buffer_bytes` holds neither whole nor in rows, RefError for rows
+        that are not there or a reference of another backend, KeyOutsidePrefixError. While reading:
+        ObjectLostError, CorruptObjectError, StoreUnavailableError. Fields not asked for keep the default of
+        `stash_type`.
 
         With `narrow`, arrays of ids come in the smallest type that holds every id of their codec, such as
         int8 for up to 128 experts, in place of the type that they were put in.
@@ -187,6 +188,9 @@ class OutputStore:
         reads = self._plan(requests, stash_type)
         arrays: list[dict[str, np.ndarray]] = [{} for _ in requests]
         for chunk in split_chunks(reads, buffer_bytes):
+            if chunk[0].spec.stored_bytes > buffer_bytes:
+                _read_in_pieces(self.backend, chunk[0], buffer_bytes, arrays, narrow)
+                continue
             if self.backend.reads_into_memory:
                 _copy_out(chunk, _read_into_memory(self.backend, chunk), arrays, narrow)
                 continue
@@ -383,6 +387,45 @@ def _copy_out(
             arrays[wanted.request][wanted.field] = array
 
 
+def _read_in_pieces(
+    backend: Backend,
+    read: FieldRead,
+    buffer_bytes: int,
+    arrays: Sequence[dict[str, np.ndarray]],
+    narrow: bool,
+) -> None:
+    """Add to `arrays` what a read of more than `buffer_bytes` gives, some rows at a time."""
+    spec, codec = read.spec, read.spec.make_codec()
+    dtype = codec.narrowest(spec.numpy_dtype) if narrow else spec.numpy_dtype
+    row_bytes = codec.row_bytes(spec.numpy_dtype, spec.shape)
+    assert row_bytes is not None
+    step = buffer_bytes // row_bytes
+    targets = [(wanted, *(wanted.rows or (0, spec.shape[0]))) for wanted in read.wanted]
+    try:
+        for wanted, start, end in targets:
+            arrays[wanted.request][wanted.field] = new_array((end - start, *spec.shape[1:]), dtype)
+    except MemoryError as error:
+        raise _over_memory(read) from error
+    buffer = new_array((step * row_bytes,), np.dtype(np.uint8)).data
+    checksum = Checksum()
+    for first in range(0, spec.shape[0], step):
+        last = min(first + step, spec.shape[0])
+        piece = buffer[: (last - first) * row_bytes]
+        backend.get_range_into(read.key, spec.stored_bytes, first * row_bytes, piece)
+        checksum.add(piece)
+        shape = (last - first, *spec.shape[1:])
+        piece_spec = msgspec.structs.replace(
+            spec, shape=shape, start_row=spec.start_row + first, stored_bytes=len(piece)
+        )
+        rows = _decode(FieldRead(read.key, piece_spec, []), piece, None, narrow)
+        for wanted, start, end in targets:
+            low, high = max(first, start), min(last, end)
+            if low < high:
+                target = arrays[wanted.request][wanted.field]
+                target[low - start : high - start] = rows[low - first : high - first]
+    _require_checksum(read, str(checksum))
+
+
 def _read_into_memory(backend: Backend, reads: Sequence[FieldRead]) -> list[memoryview]:
     """The stored bytes of each read in memory of its own, which an array that looks at all of it may keep."""
     views = [new_array((read.spec.stored_bytes,), np.dtype(np.uint8)).data for read in reads]
@@ -396,7 +439,10 @@ def _verify(read: FieldRead, view: memoryview) -> None:
             f"the stored field {read.key!r} has {view.nbytes} bytes, its reference says "
             f"{read.spec.stored_bytes}"
         )
-    found = checksum_of(view)
+    _require_checksum(read, checksum_of(view))
+
+
+def _require_checksum(read: FieldRead, found: str) -> None:
     if found != read.spec.checksum:
         raise CorruptObjectError(
             f"the stored field {read.key!r} has the checksum {found}, its reference {read.spec.checksum}"
@@ -415,11 +461,15 @@ def _decode(
     except CorruptObjectError as error:
         raise CorruptObjectError(f"the stored field {read.key!r}: {error}") from error
     except MemoryError as error:
-        raise RefError(
-            f"the field {read.key!r} has {spec.array_bytes} bytes when decoded, more than there is memory "
-            "for; ask for fewer rows, or refuse such references with a lower max_array_bytes"
-        ) from error
+        raise _over_memory(read) from error
     return array if by_codec == rows or rows is None else array[rows[0] : rows[1]]
+
+
+def _over_memory(read: FieldRead) -> RefError:
+    return RefError(
+        f"the field {read.key!r} has {read.spec.array_bytes} bytes when decoded, more than there is memory "
+        "for; ask for fewer rows, or refuse such references with a lower max_array_bytes"
+    )
 
 
 def _looks_at(array: np.ndarray, view: memoryview) -> bool:

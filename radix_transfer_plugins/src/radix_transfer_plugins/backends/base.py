@@ -106,11 +106,17 @@ class Backend(ABC):
         """
         with self.get_batch(keys) as lease:
             for key, view, buffer in zip(keys, lease.views, buffers, strict=True):
-                if len(view) != len(buffer):
-                    raise CorruptObjectError(
-                        f"object {key!r}: expected {len(buffer)} bytes, the store holds {len(view)}"
-                    )
+                require_length(key, len(buffer), len(view))
                 buffer[:] = view
+
+    def get_range_into(self, key: str, stored_bytes: int, offset: int, buffer: memoryview) -> None:
+        """Read the bytes from `offset` on of an object of `stored_bytes` into a writable flat buffer.
+
+        Backends that can read a part without the rest override this. Raises as `get_batch_into` does.
+        """
+        with self.get_batch([key]) as lease:
+            require_length(key, stored_bytes, len(lease.views[0]))
+            buffer[:] = lease.views[0][offset : offset + len(buffer)]
 
     @abstractmethod
     def delete_batch(self, keys: Sequence[str]) -> None:
@@ -126,3 +132,11 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release connections and mappings; stored objects stay. Idempotent."""
+
+
+def require_length(key: str, expected_bytes: int, stored_bytes: int) -> None:
+    """Raises CorruptObjectError for an object of another length than expected."""
+    if stored_bytes != expected_bytes:
+        raise CorruptObjectError(
+            f"object {key!r}: expected {expected_bytes} bytes, the store holds {stored_bytes}"
+        )

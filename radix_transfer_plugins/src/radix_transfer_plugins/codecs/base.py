@@ -43,6 +43,14 @@ class Codec(ABC):
         """The smallest type that `decode` can return instead of `dtype` without loss, whatever the values."""
         return dtype
 
+    def row_bytes(self, dtype: np.dtype, shape: tuple[int, ...]) -> int | None:
+        """Stored bytes of each row of an array, where its rows lie one after the other and nothing else does.
+
+        Then `decode` takes the bytes of any rows as an array of those rows, and a reader may fetch a field in
+        pieces. None: the stored bytes are only good as a whole.
+        """
+        return None
+
     @abstractmethod
     def encode(self, array: np.ndarray, start_row: int) -> Buffer:
         """Encode.

@@ -51,6 +51,9 @@ class NarrowCodec(Codec):
     def narrowest(self, dtype: np.dtype) -> np.dtype:
         return narrowest_signed(self.ids, dtype)
 
+    def row_bytes(self, dtype: np.dtype, shape: tuple[int, ...]) -> int | None:
+        return math.prod(shape[1:]) * self._code.itemsize if shape else None
+
     def encode(self, array: np.ndarray, start_row: int) -> Buffer:
         if not self._holds_ids(array.dtype):
             raise CodecError(

@@ -16,6 +16,9 @@ class RawCodec(Codec):
     ordered: ClassVar[bool] = True
     row_addressable: ClassVar[bool] = True
 
+    def row_bytes(self, dtype: np.dtype, shape: tuple[int, ...]) -> int | None:
+        return math.prod(shape[1:]) * dtype.itemsize if shape else None
+
     def encode(self, array: np.ndarray, start_row: int) -> Buffer:
         if array.dtype.kind not in "biufc":
             raise CodecError(f"codec 'raw' stores boolean and numeric arrays, got dtype {array.dtype!s}")

@@ -180,6 +180,20 @@ class BackendConformance:
             assert read(backend, [f"{prefix}/a"]) == [value]
             backend.delete_batch([f"{prefix}/a"])
 
+    def test_a_part_of_an_object_is_read_into_memory_of_the_caller(
+        self, backend: Backend, prefix: str
+    ) -> None:
+        value = bytes(range(256)) * 400
+        backend.put_batch([(f"{prefix}/a", value)])
+        for offset, num_bytes in ((0, 1), (70_000, 5_000), (len(value) - 3, 3), (0, len(value))):
+            buffer = bytearray(num_bytes)
+            backend.get_range_into(f"{prefix}/a", len(value), offset, memoryview(buffer))
+            assert buffer == value[offset : offset + num_bytes]
+        with pytest.raises(CorruptObjectError):
+            backend.get_range_into(f"{prefix}/a", len(value) + 1, 0, memoryview(bytearray(1)))
+        with pytest.raises(ObjectLostError):
+            backend.get_range_into(f"{prefix}/absent", 1, 0, memoryview(bytearray(1)))
+
     # A full store
 
     def test_what_never_fits_is_refused_with_the_sizes_and_leaves_nothing(

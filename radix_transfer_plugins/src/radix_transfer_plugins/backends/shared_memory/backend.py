@@ -12,7 +12,13 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from radix_transfer_plugins.backends.base import Backend, BackendStats, Lease, ObjectInfo
+from radix_transfer_plugins.backends.base import (
+    Backend,
+    BackendStats,
+    Lease,
+    ObjectInfo,
+    require_length,
+)
 from radix_transfer_plugins.backends.lease import ViewLease
 from radix_transfer_plugins.backends.shared_memory import layout
 from radix_transfer_plugins.backends.shared_memory.config import SharedMemoryConfig, existing_spaces
@@ -147,9 +153,18 @@ class SharedMemoryBackend(Backend):
             if file is None:
                 raise _lost([key])
             try:
-                _read_into(file, key, buffer)
+                _read_into(file, key, buffer, len(buffer))
             finally:
                 os.close(file)
+
+    def get_range_into(self, key: str, stored_bytes: int, offset: int, buffer: memoryview) -> None:
+        file = self._open(key)
+        if file is None:
+            raise _lost([key])
+        try:
+            _read_into(file, key, buffer, stored_bytes, offset)
+        finally:
+            os.close(file)
 
     def delete_batch(self, keys: Sequence[str]) -> None:
         for first in range(0, len(keys), _KEYS_PER_LOCK):
@@ -399,13 +414,11 @@ def _read_sparse(file: int, key: str, file_bytes: int) -> memoryview:
     return view[offset:].toreadonly()
 
 
-def _read_into(file: int, key: str, buffer: memoryview) -> None:
-    head = bytearray(layout.payload_offset(key))
-    read = os.preadv(file, [head, buffer], 0) - len(head)
-    while 0 <= read < len(buffer) and (more := os.preadv(file, [buffer[read:]], len(head) + read)):
+def _read_into(file: int, key: str, buffer: memoryview, stored_bytes: int, offset: int = 0) -> None:
+    """Fill the buffer from `offset` on of the object, which must have `stored_bytes`."""
+    head = os.pread(file, layout.payload_offset(key), 0)
+    header = layout.unpack_header(head, layout.object_name(key), os.fstat(file).st_size)
+    require_length(key, stored_bytes, header.payload_bytes)
+    read = 0
+    while read < len(buffer) and (more := os.preadv(file, [buffer[read:]], len(head) + offset + read)):
         read += more
-    header = layout.unpack_header(bytes(head), layout.object_name(key), os.fstat(file).st_size)
-    if header.payload_bytes != len(buffer):
-        raise CorruptObjectError(
-            f"object {key!r}: expected {len(buffer)} bytes, the store holds {header.payload_bytes}"
-        )
