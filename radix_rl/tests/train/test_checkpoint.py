@@ -1,5 +1,6 @@
 """What a checkpoint holds, and which one a run goes on with."""
 
+import json
 import random
 from pathlib import Path
 
@@ -7,9 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from radix_rl.errors import ConfigurationError
-from radix_rl.train.checkpoint import RunState, find_checkpoint, restore_worker, save_checkpoint
+from radix_rl.train.checkpoint import RunState, find_checkpoint, restore_worker, save_checkpoint, try_saving
 from radix_rl.train.worker import PolicyWorker
 
 
@@ -51,6 +53,52 @@ def test_the_random_state_and_the_optimizer_survive(make_config, make_model, tmp
     restore_worker(path, worker)
     assert (random.random(), np.random.rand(), torch.rand(1)) == expected
     assert worker.optimizer_steps == 3
+
+
+def test_what_was_written_last_stays_whatever_its_step(make_config, make_model, tmp_path):
+    worker = PolicyWorker(make_config(), make_model())
+    for step in (4, 6, 2, 3):
+        state = RunState(step=step, next_problem=0, optimizer_steps=step)
+        save_checkpoint(tmp_path / "checkpoints", worker, state, keep=2, tokenizer_from=tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-2", "step-3"]
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.6, "top_p": 0.9}, {"do_sample": True, "top_k": 7}])
+def test_a_generation_configuration_is_kept_as_it_was(settings, make_config, make_model, tmp_path):
+    source = tmp_path / "source"
+    model = make_model()
+    model.save_pretrained(source)
+    text = json.dumps(settings | {"eos_token_id": [1, 2]})
+    (source / "generation_config.json").write_text(text)
+    worker = PolicyWorker(make_config(), AutoModelForCausalLM.from_pretrained(source))
+
+    try_saving(worker.model, tmp_path / "run", files_from=source)
+    assert list((tmp_path / "run").iterdir()) == []
+    state = RunState(step=1, next_problem=0, optimizer_steps=1)
+    path = save_checkpoint(tmp_path / "run", worker, state, keep=1, tokenizer_from=source)
+
+    assert (path / "model" / "generation_config.json").read_text() == text
+    assert AutoModelForCausalLM.from_pretrained(path / "model").generation_config.eos_token_id == [1, 2]
+
+
+def test_a_folder_without_a_generation_configuration_makes_a_checkpoint_without_one(
+    make_config, make_model, tmp_path
+):
+    worker = PolicyWorker(make_config(), make_model())
+    state = RunState(step=1, next_problem=0, optimizer_steps=1)
+    path = save_checkpoint(tmp_path / "run", worker, state, keep=1, tokenizer_from=tmp_path)
+    assert not (path / "model" / "generation_config.json").exists()
+
+
+def test_a_model_that_cannot_be_saved_is_told_before_it_is_trained(make_model, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("refused")
+
+    model = make_model()
+    monkeypatch.setattr(model.config, "save_pretrained", refuse)
+    with pytest.raises(ConfigurationError, match=r"a checkpoint of .* could not be saved: refused"):
+        try_saving(model, tmp_path / "run", files_from=tmp_path)
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_a_checkpoint_runs_no_code(checkpoints, make_config, make_model, monkeypatch):

@@ -13,6 +13,6 @@ class CheckpointConfig(Section):
     every_steps: int = Field(default=0, ge=0)
     """0: only after the last step."""
     keep: int = Field(default=2, ge=1)
-    """The newest so many stay."""
+    """The so many that were written last stay."""
     resume: Literal["never", "latest"] | FilePath = "never"
     """latest: the newest checkpoint of the output directory, if it has one. A path: that checkpoint."""

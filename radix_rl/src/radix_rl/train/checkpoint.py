@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from transformers import GenerationConfig, PreTrainedModel
 
 from radix_rl.errors import ConfigurationError
 from radix_rl.train.worker import PolicyWorker
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-\d+")
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-_TOKENIZER_FILES = (
+_COPIED_FILES = (
+    "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "chat_template*",
@@ -52,7 +54,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def save_checkpoint(
     directory: Path, worker: PolicyWorker, state: RunState, *, keep: int, tokenizer_from: Path
 ) -> Path:
-    """Write `directory/step-N` and drop all but the newest `keep`. Every rank calls it; rank 0 writes.
+    """Write `directory/step-N` and keep `keep` checkpoints: this one and those written last. Every rank calls
+    it; rank 0 writes.
 
     Everything is written under another name, flushed to disk and renamed at the end: a crash leaves the
     checkpoints that were there.
@@ -65,11 +68,7 @@ def save_checkpoint(
     unfinished = directory / f".unfinished-{target.name}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    worker.model.save_pretrained(unfinished / "model", state_dict=weights)
-    for pattern in _TOKENIZER_FILES:
-        for path in tokenizer_from.glob(pattern):
-            if path.suffix != ".safetensors":
-                shutil.copy2(path, unfinished / "model" / path.name)
+    save_model(worker.model, unfinished / "model", weights, files_from=tokenizer_from)
     torch.save({"optimizer": optimizer, "random": _random_state()}, unfinished / "trainer.pt")
     (unfinished / "state.json").write_bytes(msgspec.json.encode(state))
     _flush(unfinished)
@@ -82,9 +81,44 @@ def save_checkpoint(
         shutil.rmtree(replaced)
     else:
         os.replace(unfinished, target)
-    for old in _checkpoints(directory)[:-keep]:
+    others = sorted((path for path in _checkpoints(directory) if path != target), key=_written_at_ns)
+    for old in others[: len(others) + 1 - keep]:
         shutil.rmtree(old)
     return target
+
+
+def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Any], *, files_from: Path) -> None:
+    """Write configuration and weights; generation configuration and tokenizer are the files of `files_from`.
+
+    transformers reads generation configurations that it refuses to write.
+    """
+    generation_config = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder, state_dict=weights)
+    finally:
+        model.generation_config = generation_config
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    for pattern in _COPIED_FILES:
+        for path in files_from.glob(pattern):
+            if path.suffix != ".safetensors":
+                shutil.copy2(path, folder / path.name)
+
+
+def try_saving(model: PreTrainedModel, output_dir: Path, *, files_from: Path) -> None:
+    """Write and remove what a checkpoint has besides weights, so that a run learns at its start that it
+    could not save. Raises ConfigurationError."""
+    folder = output_dir / ".trial-save"
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        save_model(model, folder, {}, files_from=files_from)
+    except Exception as error:
+        # Configurations may hold anything, and so may what transformers raises at it.
+        raise ConfigurationError(
+            f"model.path: a checkpoint of {str(files_from)!r} could not be saved: {error}"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_checkpoint(resume: str | Path, directory: Path) -> Path | None:
@@ -169,6 +203,11 @@ def _checkpoints(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=_step_of)
+
+
+def _written_at_ns(checkpoint: Path) -> tuple[int, int]:
+    """When it was written, and its step where the clock does not tell two apart."""
+    return (checkpoint / "state.json").stat().st_mtime_ns, _step_of(checkpoint)
 
 
 def _step_of(checkpoint: Path) -> int:

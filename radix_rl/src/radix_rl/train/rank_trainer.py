@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from radix_rl.config import RunConfig
 from radix_rl.openmp_pool import pool_ended_after
 from radix_rl.train.batch import TrainSample, make_train_sample
-from radix_rl.train.checkpoint import RunState, restore_worker, save_checkpoint
+from radix_rl.train.checkpoint import RunState, restore_worker, save_checkpoint, try_saving
 from radix_rl.train.collectives import Ranks
 from radix_rl.train.plan.step_plan import SampleTask
 from radix_rl.train.policy import load_policy, load_reference
@@ -128,6 +128,8 @@ def build_rank(
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
     model = load_policy(checkpoint / "model" if checkpoint else config.model.path, config.model, config.train)
+    if ranks is None or ranks.index == 0:
+        try_saving(model, config.output_dir, files_from=config.model.path)
     shard(model)
     reference = None
     if config.algorithm.kl_coefficient > 0:
