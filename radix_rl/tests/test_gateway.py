@@ -473,3 +473,17 @@ def test_a_server_that_does_not_tell_is_not_taken_for_one_with_a_key(monkeypatch
     monkeypatch.setattr(httpx, "get", refuse)
     with pytest.raises(ConfigurationError, match="does not tell whether it asks for a key"):
         require_keys(GatewaySettings(urls=("http://a:1",), host="0.0.0.0"))
+
+
+@pytest.mark.parametrize(
+    "sent", [b"POST /generate HT", b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{"]
+)
+def test_request_that_is_not_sent_to_its_end_is_ended_in_time(
+    start_gateway: Callable[..., Gateway], sent: bytes
+) -> None:
+    gateway = start_gateway(request_timeout_s=1)
+    with socket.create_connection((gateway.settings.host, gateway.settings.port), timeout=10) as slow:
+        start_s = time.perf_counter()
+        slow.sendall(sent)
+        assert slow.recv(1000).startswith(b"HTTP/1.1 408 ")
+        assert 0.9 < time.perf_counter() - start_s < 5

@@ -59,6 +59,9 @@ def model_path(tmp_path):
         (["--gguf-file", "absent.gguf"], "has no absent.gguf"),
         (["--drain-seconds", "nan"], "--drain-seconds: expected 0 or more, got nan"),
         (["--drain-seconds", "-1"], "--drain-seconds"),
+        (["--max-body-bytes", "0"], "--max-body-bytes: expected more than 0, got 0"),
+        (["--max-connections", "0"], "--max-connections: expected more than 0, got 0"),
+        (["--request-timeout-seconds", "nan"], "--request-timeout-seconds: expected more than 0, got nan"),
         (["--api-key", ""], "--api-key or RADIX_RL_API_KEY: expected a key, got an empty one"),
         (["--api-key", "k", "--admin-api-key", ""], "--admin-api-key or RADIX_RL_ADMIN_API_KEY"),
     ],
@@ -169,7 +172,10 @@ def test_keys_never_reach_what_server_info_tells():
     from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 
     settings = _server_settings(
-        EmbeddedEngineSetup(model_path="/m"), "m", "secret-1", "secret-2", 300.0, 600.0
+        EmbeddedEngineSetup(model_path="/m"),
+        served_model_name="m",
+        api_key="secret-1",
+        admin_api_key="secret-2",
     )
 
     assert "secret" not in str(settings.launch_arguments)

@@ -163,3 +163,46 @@ def test_an_engine_that_fails_is_an_internal_server_error(server, client):
         _chat(client)
     with pytest.raises(openai.APIError):
         list(_chat(client, stream=True))
+
+
+def test_an_unknown_route_is_told_in_openai_s_form(shared_server):
+    response = shared_server.client.post("/v1/embeddings", json={})
+
+    assert response.status_code == 404
+    assert response.json()["error"] == {
+        "message": "POST /v1/embeddings: Not Found",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": 404,
+    }
+    assert shared_server.client.get("/generate").status_code == 405
+
+
+def test_a_stored_chat_answer_has_its_reference_without_return_meta_info(server, client):
+    stored = {"return_routed_experts": True, "return_outputs_via_store": True}
+    (choice,) = _chat(client, max_tokens=1, extra_body=stored).choices
+
+    assert server.objects() == {choice.meta_info["output_store_ref"]["key"]}
+
+
+def test_web_pages_may_call_the_server_where_their_origin_is_named(run_server):
+    page = {"origin": "https://example.org"}
+    asked = page | {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
+    with run_server(cors_origins=("https://example.org",), api_key="k") as server:
+        answer = server.client.options("/v1/completions", headers=asked)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, page["origin"])
+        other = server.client.options("/v1/completions", headers=asked | {"origin": "https://other.org"})
+        assert "access-control-allow-origin" not in other.headers
+    with run_server() as server:
+        assert "access-control-allow-origin" not in server.client.get("/health", headers=page).headers
+
+
+def test_each_request_is_a_line_of_the_access_log(server, caplog):
+    with caplog.at_level("INFO", "uvicorn.access"):
+        server.client.get("/health")
+
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "uvicorn.access"]
+    assert '"GET /health HTTP/1.1" 200' in line

@@ -144,6 +144,41 @@ def serve(
             rich_help_panel=_MODEL,
         ),
     ] = 600.0,
+    max_body_bytes: Annotated[
+        int,
+        typer.Option(
+            help="Longer requests are a 413, but for those that bring weights.", rich_help_panel=_ACCESS
+        ),
+    ] = 64 << 20,
+    parse_timeout_seconds: Annotated[
+        float,
+        typer.Option(
+            help="How long tokenizing a request, or rendering its chat template, may take.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = 20.0,
+    request_timeout_seconds: Annotated[
+        float,
+        typer.Option(
+            help="How long a client may take to send the head of a request, and then its body.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = 60.0,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            help="Further ones are refused; default: what the limit of open files leaves room for.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help='Web pages that may call the server, such as https://example.org; "*": any. Repeatable.',
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
     drain_seconds: Annotated[
         float, typer.Option(help="How long running requests may end after SIGTERM.", rich_help_panel=_MODEL)
     ] = 30.0,
@@ -185,21 +220,30 @@ def serve(
         )
     if not 0 <= drain_seconds < math.inf:
         raise ConfigurationError(f"--drain-seconds: expected 0 or more, got {drain_seconds!r}")
-    if not 0 < weight_update_timeout_seconds < math.inf:
-        raise ConfigurationError(
-            f"--weight-update-timeout-seconds: expected more than 0, got {weight_update_timeout_seconds!r}"
-        )
-    if not 0 < pause_lease_seconds < math.inf:
-        raise ConfigurationError(f"--pause-lease-seconds: expected more than 0, got {pause_lease_seconds!r}")
+    for flag, value in {
+        "--weight-update-timeout-seconds": weight_update_timeout_seconds,
+        "--pause-lease-seconds": pause_lease_seconds,
+        "--parse-timeout-seconds": parse_timeout_seconds,
+        "--request-timeout-seconds": request_timeout_seconds,
+        "--max-body-bytes": max_body_bytes,
+        "--max-connections": 1 if max_connections is None else max_connections,
+    }.items():
+        if not 0 < value < math.inf:
+            raise ConfigurationError(f"{flag}: expected more than 0, got {value!r}")
     setup = _with_device(setup)
     template = _chat_template(chat_template)
     answers = _server_settings(
         setup,
-        served_model_name or folder,
-        api_key,
-        admin_api_key,
-        weight_update_timeout_seconds,
-        pause_lease_seconds,
+        served_model_name=served_model_name or folder,
+        api_key=api_key,
+        admin_api_key=admin_api_key,
+        weight_update_timeout_s=weight_update_timeout_seconds,
+        pause_lease_s=pause_lease_seconds,
+        max_body_bytes=max_body_bytes,
+        parse_timeout_s=parse_timeout_seconds,
+        request_timeout_s=request_timeout_seconds,
+        max_connections=max_connections,
+        cors_origins=tuple(cors_origin or ()),
     )
     asyncio.run(_serve(setup, answers, host, port, template, drain_seconds))
 
@@ -297,26 +341,15 @@ def _store(backend: str | None, extra_config: str, max_concurrent_puts: int) -> 
     return None if backend is None else store
 
 
-def _server_settings(
-    setup: EmbeddedEngineSetup,
-    served_model_name: str,
-    api_key: str | None,
-    admin_api_key: str | None,
-    weight_update_timeout_s: float,
-    pause_lease_s: float,
-) -> "ServerSettings":
+def _server_settings(setup: "EmbeddedEngineSetup", **options: Any) -> "ServerSettings":
     from radix_rl.server.settings import ServerSettings
 
     assert setup.model_path is not None
     return ServerSettings(
         model_path=setup.model_path,
-        served_model_name=served_model_name,
         device=setup.device,
-        weight_update_timeout_s=weight_update_timeout_s,
-        pause_lease_s=pause_lease_s,
-        api_key=api_key,
-        admin_api_key=admin_api_key,
         launch_arguments=setup.model_dump(mode="json", exclude={"output_store"}),
+        **options,
     )
 
 

@@ -52,6 +52,9 @@ global
 defaults
     mode http
     timeout connect 5s
+    # Of the head of a request, and of a body up to what one buffer holds.
+    timeout http-request {request_timeout_s}s
+    timeout http-keep-alive 60s
     timeout client {timeout_s}s
     timeout server {timeout_s}s
     timeout check 5s
@@ -102,6 +105,8 @@ class GatewaySettings:
     session_header: str = "X-Session-Id"
     timeout_s: int = 3600
     """The longest silence of a generation; also how long a session is remembered."""
+    request_timeout_s: int = 60
+    """How long a client may take to send a request; then a 408."""
     drain_s: int = 600
     """How long a stopping gateway lets running requests end."""
     max_connections: int = 4096
@@ -143,6 +148,7 @@ def render(settings: GatewaySettings, admin_socket: Path) -> str:
         admin_socket=admin_socket,
         drain_s=settings.drain_s,
         timeout_s=settings.timeout_s,
+        request_timeout_s=settings.request_timeout_s,
         bind=host_and_port(settings.host, settings.port),
         healthy=HEALTHY,
         any=ANY,

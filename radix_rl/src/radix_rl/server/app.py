@@ -3,6 +3,8 @@
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -14,7 +16,7 @@ from radix_rl.server import control_routes, info_routes
 from radix_rl.server.auth import BearerAuth
 from radix_rl.server.generation import route as generate_route
 from radix_rl.server.generation.openai import routes as openai_routes
-from radix_rl.server.http import BodyLimit, error_response
+from radix_rl.server.http import BodyLimit, error_response, json_response
 from radix_rl.server.settings import ServerSettings
 from radix_rl.server.state import ServerState
 from radix_rl.server.weights import routes as weight_routes
@@ -45,9 +47,8 @@ def create_app(
     app.add_exception_handler(RadixError, _on_error)
     app.add_exception_handler(OutputStoreError, _on_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    app.add_middleware(
-        BodyLimit, max_bytes=settings.max_body_bytes, exempt=frozenset({"/update_weights_from_tensor"})
-    )
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     if settings.api_key is not None or settings.admin_api_key is not None:
         app.add_middleware(
             BearerAuth,
@@ -60,6 +61,11 @@ def create_app(
                 if isinstance(route, Route)
             ),
         )
+    if settings.cors_origins:
+        # Outermost: a browser asks beforehand, without a key.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+        )
     return app
 
 
@@ -71,6 +77,16 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if path.rstrip("/") in _WEIGHT_PATHS:
         return update_error_response(error)
     return error_response(error, openai=path.startswith("/v1/"))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """A route or a method that is not there, in OpenAI's form under its prefix."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    if not request.url.path.startswith("/v1/"):
+        return json_response({"error": {"message": message}}, error.status_code, error.headers)
+    body = {"message": message, "type": "invalid_request_error", "param": None, "code": error.status_code}
+    return json_response({"error": body}, error.status_code, error.headers)
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:

@@ -32,16 +32,19 @@ class BodyTooLargeError(RequestError):
     """A body over the server's limit (HTTP 413)."""
 
 
-class BodyLimit:
-    """ASGI middleware that refuses bodies of more than `max_bytes`, but for `exempt` paths."""
+UNBOUNDED_PATHS = frozenset({"/update_weights_from_tensor"})
+"""Whose bodies are weights: as large as they are, and within a time limit of their own."""
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, exempt: frozenset[str]) -> None:
+
+class BodyLimit:
+    """ASGI middleware that refuses bodies of more than `max_bytes`, but for UNBOUNDED_PATHS."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
-        self._exempt = exempt
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].rstrip("/") in self._exempt:
+        if scope["type"] != "http" or scope["path"].rstrip("/") in UNBOUNDED_PATHS:
             await self._app(scope, receive, send)
             return
         length = Headers(scope=scope).get("content-length", "0")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
@@ -11,34 +12,25 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from radix_rl.addresses import bind_tcp, host_and_port
 from radix_rl.errors import ConfigurationError
-from radix_rl.server.generation.exchange import TRANSPORT
+from radix_rl.server.connections import (
+    ACCEPTED_AT_ONCE,
+    Connection,
+    ConnectionLimits,
+    OneLine,
+    connections_that_fit,
+    quiet_when_out_of_files,
+)
+from radix_rl.server.http import UNBOUNDED_PATHS
+from radix_rl.server.settings import ServerSettings
 from radix_rl.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
 _CANCEL_WAIT_S = 10.0
-
-
-class _TransportProtocol(H11Protocol):
-    """Tells the application the connection's transport (see exchange.py): ASGI itself learns of a client's
-    leaving
-    some passes of the event loop after the transport has begun to drop what is written."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        # Waiting for the transport then means that everything written before is with the kernel.
-        transport.set_write_buffer_limits(high=0)
-        application = self.app
-
-        async def with_transport(scope: Any, receive: Any, send: Any) -> None:
-            scope[TRANSPORT] = transport
-            await application(scope, receive, send)
-
-        self.app = with_transport
+_BACKLOG = 2048
 
 
 class HttpServer(uvicorn.Server):
@@ -48,14 +40,21 @@ class HttpServer(uvicorn.Server):
     and the store are closed; here the signals only stop the serving.
     """
 
-    def __init__(self, app: FastAPI, *, drain_s: float, access_log: bool = False) -> None:
+    def __init__(self, app: FastAPI, *, drain_s: float) -> None:
         """`drain_s`: how long running requests may still finish after a stop; then they are cancelled."""
+        settings: ServerSettings = app.state.server.settings
+        limits = ConnectionLimits(
+            max_connections=settings.max_connections or connections_that_fit(),
+            request_timeout_s=settings.request_timeout_s,
+            untimed_paths=UNBOUNDED_PATHS,
+        )
+        protocol: Any = functools.partial(Connection, limits=limits, refusals=OneLine())
         config = uvicorn.Config(
             app,
-            http=_TransportProtocol,
+            http=protocol,
+            backlog=ACCEPTED_AT_ONCE,
             lifespan="off",
             log_config=None,
-            access_log=access_log,
             timeout_graceful_shutdown=max(1, round(drain_s)),
         )
         super().__init__(config)
@@ -88,10 +87,13 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         """Serve until stopped; returns when no request task runs any more. Closes `sock`."""
         self.handles_signals = handle_signals
+        quiet_when_out_of_files(asyncio.get_running_loop())
         serving = asyncio.create_task(self.serve(sockets=[sock]))
         while not self.started and not serving.done():
             await asyncio.sleep(0.005)
         if self.started:
+            # uvicorn's backlog is also how many asyncio accepts at once; the kernel may hold more.
+            sock.listen(_BACKLOG)
             on_ready()
         try:
             await serving

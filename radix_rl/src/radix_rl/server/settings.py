@@ -19,6 +19,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Of a request, except for those that bring weights; longer ones are a 413."""
     parse_timeout_s: float = 20.0
     """How long a body's tokenizing or a chat template's rendering may take."""
+    request_timeout_s: float = 60.0
+    """How long a client may take to send the head of a request, and then its body; then a 408."""
+    max_connections: int | None = None
+    """Further ones are a 503; None: as many as the limit of open files leaves room for."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the server; "*": any."""
     api_key: str | None = None
     admin_api_key: str | None = None
     """Keys are compared in constant time and never printed or returned."""

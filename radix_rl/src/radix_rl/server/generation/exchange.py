@@ -32,7 +32,7 @@ _Shown = PartialOutput | GenerateOutput | None
 
 _MAX_BEHIND = 16
 
-_AT_ONCE = 32
+_AT_ONCE = 8
 """Items that are started or ended before the event loop turns to others."""
 
 TRANSPORT = "radix_rl.transport"
