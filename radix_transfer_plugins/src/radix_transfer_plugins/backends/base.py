@@ -116,7 +116,8 @@ class Backend(ABC):
         """
         with self.get_batch([key]) as lease:
             require_length(key, stored_bytes, len(lease.views[0]))
-            buffer[:] = lease.views[0][offset : offset + len(buffer)]
+            # A cast, since a backend's bytes may have another format than the caller's.
+            buffer[:] = lease.views[0][offset : offset + len(buffer)].cast("B")
 
     @abstractmethod
     def delete_batch(self, keys: Sequence[str]) -> None:
