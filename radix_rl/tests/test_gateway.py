@@ -360,7 +360,9 @@ def test_port_that_another_gateway_has_is_refused(start_gateway: Callable[..., G
 
 
 @pytest.mark.parametrize("how", ["interrupt", "kill"])
-def test_requests_outlive_the_gateway_command(backends: list[Backend], how: str) -> None:
+def test_requests_outlive_the_gateway_command_and_its_folder_does_not(
+    backends: list[Backend], how: str, tmp_path: Path
+) -> None:
     """An interrupt at a terminal reaches all processes of the group."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -368,13 +370,19 @@ def test_requests_outlive_the_gateway_command(backends: list[Backend], how: str)
     url = f"http://127.0.0.1:{port}"
     command = [str(Path(sys.executable).parent / "radix-rl"), "gateway", backends[0].url, "--port", str(port)]
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=os.environ | {"TMPDIR": str(tmp_path)},
+        ) as process,
         ThreadPoolExecutor() as pool,
     ):
         wait_for(lambda: answers(url), timeout_s=60)
         backends[0].delay_s = 2.0
         running = pool.submit(httpx.post, f"{url}/generate", content=b"{}", timeout=20)
         wait_for(lambda: bool(backends[0].seen))
+        assert list(tmp_path.glob("radix-gateway-*"))
         if how == "interrupt":
             os.killpg(process.pid, signal.SIGINT)
         else:
@@ -382,6 +390,7 @@ def test_requests_outlive_the_gateway_command(backends: list[Backend], how: str)
         assert running.result().status_code == 200
         process.communicate(timeout=20)
         wait_for(lambda: not answers(url))
+        wait_for(lambda: not list(tmp_path.glob("radix-gateway-*")))
     assert process.returncode == (0 if how == "interrupt" else -signal.SIGKILL)
 
 

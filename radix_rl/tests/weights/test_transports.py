@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from radix_rl.addresses import host_and_port
 from radix_rl.buckets.bucket import TensorSpec, pack_buckets
+from radix_rl.buckets.checkpoint_names import CheckpointNames
 from radix_rl.buckets.packed import pack
 from radix_rl.config.engine import RemoteSettings
 from radix_rl.engines.remote.client import HttpClient
@@ -25,7 +26,6 @@ from radix_rl.errors import ConfigurationError, EngineError, EngineStateError, W
 from radix_rl.server.app import create_app
 from radix_rl.server.runner import HttpServer, bind
 from radix_rl.server.settings import ServerSettings
-from radix_rl.weights.checkpoint_names import CheckpointNames
 from radix_rl.weights.sync import WeightSynchronizer, named_weights
 from radix_rl.weights.transports.broadcast import BroadcastTransport
 from radix_rl.weights.transports.disk import DiskTransport

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from radix_rl.buckets.checkpoint_names import CheckpointNames
 from radix_rl.config.engine import RemoteSettings
 from radix_rl.config.weights import WeightsConfig
 from radix_rl.engines.remote import client as http_client
@@ -16,7 +17,6 @@ from radix_rl.engines.remote.engine import RemoteEngine
 from radix_rl.engines.remote.liveness import LivenessWatch
 from radix_rl.engines.remote.retry import RetryPolicy
 from radix_rl.types import GenerateOutput, GenerateRequest, SamplingParams
-from radix_rl.weights.checkpoint_names import CheckpointNames
 from radix_rl.weights.sync import WeightSynchronizer
 from radix_rl.weights.transports.factory import create_transport
 

@@ -161,6 +161,17 @@ def _drain_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
 
 
+def _remove_after(pid: int, folder: str) -> "subprocess.Popen[bytes]":
+    """A process that removes the folder when process `pid` has ended, also if ours was killed before."""
+    command = 'tail -s 0.1 --pid="$0" -f /dev/null; rm -rf "$1"'
+    return subprocess.Popen(
+        ["sh", "-c", command, str(pid), folder],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
 def find_haproxy() -> str:
     """Debian puts it where only root's PATH leads. Raises ConfigurationError with the command that installs
     it."""
@@ -216,7 +227,7 @@ class Gateway:
         """Raises ConfigurationError when haproxy is missing, or does not start, as on a taken port."""
         executable = find_haproxy()
         self.settings = settings
-        self._folder = tempfile.TemporaryDirectory(prefix="radix-gateway-")
+        self._folder = tempfile.TemporaryDirectory(prefix="radix-gateway-", ignore_cleanup_errors=True)
         self.admin_socket = Path(self._folder.name) / "admin.sock"
         self.config_path = Path(self._folder.name) / "haproxy.cfg"
         self.config_path.write_text(render(settings, self.admin_socket))
@@ -236,6 +247,7 @@ class Gateway:
             problem = errors.read_text().strip()
             self._folder.cleanup()
             raise ConfigurationError(f"gateway: haproxy did not start on {self.url}:\n{problem}")
+        self._cleaner = _remove_after(self._process.pid, self._folder.name)
 
     @property
     def url(self) -> str:
@@ -272,6 +284,7 @@ class Gateway:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self._cleaner.wait()
         self._folder.cleanup()
 
     def _answers_within(self, timeout_s: float) -> bool:

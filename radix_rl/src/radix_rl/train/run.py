@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from transformers import AutoTokenizer
 
+from radix_rl.buckets.checkpoint_names import CheckpointNames
 from radix_rl.config import RunConfig
 from radix_rl.engines.base import Engine
 from radix_rl.errors import ConfigurationError
@@ -27,7 +28,6 @@ from radix_rl.train.checkpoint import RunState, find_checkpoint, read_state
 from radix_rl.train.interrupt import run_until_interrupted
 from radix_rl.train.loop import Log, RunParts, Trainer, count_objects, run_steps
 from radix_rl.train.rank_trainer import build_rank
-from radix_rl.weights.checkpoint_names import CheckpointNames
 from radix_rl.weights.sync import WeightSynchronizer
 from radix_rl.weights.transports.factory import create_transport
 

@@ -43,7 +43,7 @@ class WeightSynchronizer:
         if transport.weight_names(engines) == "checkpoint" and checkpoint_names is None:
             raise ConfigurationError(
                 f"weights.transport {transport.name!r} sends these engines a checkpoint's tensors; give "
-                "checkpoint_names, such as radix_rl.weights.checkpoint_names.CheckpointNames"
+                "checkpoint_names, such as radix_rl.buckets.checkpoint_names.CheckpointNames"
             )
         self._engines = list(engines)
         self._transport = transport

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
+from radix_rl.buckets.checkpoint_folder import check_index, load_failure
 from radix_rl.engines.embedded.cache.slots import STRIDE_MULTIPLE
 from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.device import resolve_device
@@ -109,13 +110,14 @@ def _from_path(config: EmbeddedEngineSetup) -> PreTrainedModel:
 def load_checkpoint(path: Path, dtype: torch.dtype | None, **kwargs: Any) -> PreTrainedModel:
     """Through transformers; None: the dtype it was saved in. Raises ConfigurationError for a folder that
     holds no whole model: transformers itself would fill missing weights with random numbers."""
+    check_index(path)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype or "auto", local_files_only=True, output_loading_info=True, **kwargs
         )
     except Exception as error:
         # Every part of the folder may be anything, and so may what transformers raises at it.
-        reason = str(error) or type(error).__name__
+        reason = load_failure(path, error)
         raise ConfigurationError(
             f"model_path: transformers cannot load {str(path)!r} as a causal LM: {reason}"
         ) from error

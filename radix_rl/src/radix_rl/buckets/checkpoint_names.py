@@ -34,3 +34,7 @@ class CheckpointNames:
         """Each tensor as the checkpoint's one or more; views where that is possible."""
         for name, tensor in named_tensors:
             yield from revert_weight_conversion(self._model, {name: tensor}).items()
+
+    def expected(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a whole checkpoint has, on the meta device; tied tensors once."""
+        yield from self(self._model.named_parameters())
