@@ -56,7 +56,9 @@ def gateway(
     def ask_to_stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, ask_to_stop)
+    # Scripts start their background jobs with SIGINT ignored.
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, ask_to_stop)
     try:
         status = running.wait()
         raise typer.Exit(status)
