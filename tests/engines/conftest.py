@@ -256,12 +256,17 @@ def unused_models(sglang_python: str) -> str:
 def start_sglang(
     sglang_python: str, unused_models: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Any]:
-    """`with start_sglang(model, *flags, environment={}) as server`: ready to serve, gone afterwards."""
+    """`with start_sglang(model, *flags, environment={}) as server`: ready to serve, gone afterwards.
+    `console`: by the command `sglang serve`, else by its module."""
 
     @contextmanager
-    def start(model: Path, *flags: str, environment: dict[str, str] | None = None) -> Iterator[Server]:
+    def start(
+        model: Path, *flags: str, environment: dict[str, str] | None = None, console: bool = False
+    ) -> Iterator[Server]:
         port = free_port()
         command = [sglang_python, "-m", "sglang.launch_server", "--model-path", str(model)]
+        if console:
+            command = [str(Path(sglang_python).parent / "sglang"), "serve", str(model)]
         command += [
             "--host",
             "127.0.0.1",
