@@ -7,6 +7,7 @@ from typing import Any
 
 from radix_transfer_plugins import token_output_codecs
 from radix_transfer_plugins.codecs.base import Codec
+from radix_transfer_plugins.codecs.positions import PositionBlocksCodec
 from radix_transfer_plugins.codecs.raw import RawCodec
 
 EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -60,13 +61,14 @@ def store_codecs(text_config: Any) -> dict[str, Codec]:
 
     `text_config`: the Hugging Face configuration of the decoder, as every engine holds it.
     """
-    return token_output_codecs(
+    codecs = token_output_codecs(
         num_experts=num_routed_experts(text_config),
         num_layers=_first(text_config, ("num_hidden_layers",)),
         dense_layers=dense_layers(text_config),
-        index_topk=num_indexer_positions(text_config),
         vocab_size=_first(text_config, ("vocab_size",)),
     )
+    # An engine that captures positions has them as sets, however the configuration calls their number.
+    return {**codecs, "indexer_topk": PositionBlocksCodec()}
 
 
 def routed_experts_codec(text_config: Any) -> Codec:
