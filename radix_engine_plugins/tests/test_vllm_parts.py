@@ -11,19 +11,14 @@ from pydantic import BaseModel, ConfigDict
 from radix_engine_plugins.settings import StoreSettings
 from radix_engine_plugins.vllm import answers, seams
 from radix_engine_plugins.vllm.outputs import TakenOutputs
-from radix_engine_plugins.vllm.plugin import check_version
 from radix_engine_plugins.vllm.settings import refuse_unsupported, settings_of
 
 
-def test_unknown_version_is_refused_with_the_known_ones() -> None:
-    check_version("0.32.0")
-    check_version("0.32.0+cu130")
-    with pytest.raises(RuntimeError, match=r"supports vLLM 0\.32\.0, got '0\.33\.0'"):
-        check_version("0.33.0")
-
-
-def config(additional: Any, kv_transfer: Any = None) -> Any:
-    return SimpleNamespace(additional_config=additional, kv_transfer_config=kv_transfer)
+def config(additional: Any, kv_transfer: Any = None, experts: bool = True) -> Any:
+    captures = SimpleNamespace(enable_return_routed_experts=experts)
+    return SimpleNamespace(
+        additional_config=additional, kv_transfer_config=kv_transfer, aux_output_config=captures
+    )
 
 
 def test_settings_come_from_additional_config() -> None:
@@ -42,11 +37,17 @@ def test_malformed_settings_are_refused_by_name(asked: Any) -> None:
         settings_of(config({"output_store": asked}))
 
 
-def test_disaggregation_is_refused_and_offloading_is_not() -> None:
+def test_disaggregation_is_refused() -> None:
     refuse_unsupported(config({}))
-    refuse_unsupported(config({}, SimpleNamespace(kv_role="kv_both")))
     with pytest.raises(ValueError, match="kv_role='kv_consumer'"):
-        refuse_unsupported(config({}, SimpleNamespace(kv_role="kv_consumer")))
+        refuse_unsupported(config({}, SimpleNamespace(kv_role="kv_consumer"), experts=False))
+
+
+def test_a_connector_that_loads_cache_back_is_refused_with_routed_experts_only() -> None:
+    offloading = SimpleNamespace(kv_role="kv_both", kv_connector="OffloadingConnector")
+    refuse_unsupported(config({}, offloading, experts=False))
+    with pytest.raises(ValueError, match=r"kv_connector='OffloadingConnector'.*another request's"):
+        refuse_unsupported(config({}, offloading))
 
 
 def rows(*first_experts: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 settings.py   what an operator asks for, and what `/server_info` says of it
 fields.py     names that clients see, the same at every engine
+versions.py   which versions of an engine a plugin runs in
 session.py    one process's connection to the store
 codecs.py     what a model's configuration says: experts, and how each field is stored
 collector.py  rows of one request, gathered step by step

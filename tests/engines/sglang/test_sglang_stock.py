@@ -52,6 +52,7 @@ store = ["--output-store-backend", "shared_memory"]
 for flags in (
     [*store, "--disaggregation-mode", "prefill"],
     [*store, "--pp-size", "2"],
+    [*store, "--enable-hierarchical-cache"],
     [*store, "--output-store-backend-extra-config", "{not json"],
     ["--output-store-backend-extra-config", "{}"],
 ):
@@ -61,11 +62,12 @@ for flags in (
         print(f"{type(error).__name__}: {error}")
     else:
         print("accepted", flags)
-from radix_engine_plugins.sglang import settings
+from radix_engine_plugins.session import check_reachable
+from radix_engine_plugins.settings import StoreSettings
 absent = {"master_server_address": "127.0.0.1:9", "local_hostname": "127.0.0.1"}
 for backend, config in (("no_such", {}), ("mooncake", absent)):
     try:
-        settings.check_reachable(settings.StoreSettings(backend=backend, config=config))
+        check_reachable(StoreSettings(backend=backend, config=config))
     except Exception as error:
         print(f"{type(error).__name__}: {error}")
 """
@@ -83,10 +85,11 @@ def test_launches_that_would_lose_outputs_are_refused_with_setting_and_remedy(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     lines = [line for line in result.stdout.splitlines() if "Error: " in line or line.startswith("accepted")]
-    disaggregation, pipeline, broken, lone, unknown, unreachable = lines
+    disaggregation, pipeline, hierarchical, broken, lone, unknown, unreachable = lines
     assert "--disaggregation-mode" in disaggregation
     assert "leave out one of the two" in disaggregation
     assert "--pp-size" in pipeline
+    assert "--enable-hierarchical-cache" in hierarchical
     assert "expected a JSON object" in broken
     assert "needs --output-store-backend" in lone
     assert "no_such" in unknown

@@ -67,11 +67,16 @@ def say(name, call, *arguments, **more):
         print(f"ACCEPTED {name}")
 
 known, vllm.__version__ = vllm.__version__, "0.99.0"
-say("unknown version", plugin.activate)
+shapes = plugin.read_shapes
+plugin.read_shapes = lambda folder: {**shapes(folder), "v1.engine.async_llm.AsyncLLM.generate": ["(self)"]}
+say("changed version", plugin.activate)
 from vllm.engine.arg_utils import AsyncEngineArgs
 print("HOOKED" if hasattr(AsyncEngineArgs.create_engine_config, "__wrapped__") else "LEFT ALONE")
 os.environ["VLLM_PLUGINS"] = "cpu_interpreter,radix_output_store"
-say("unknown version that was asked for", plugin.activate)
+say("changed version that was asked for", plugin.activate)
+plugin.read_shapes = shapes
+say("unknown version with the known shapes", plugin.activate)
+print("HOOKED" if hasattr(AsyncEngineArgs.create_engine_config, "__wrapped__") else "LEFT ALONE")
 del os.environ["VLLM_PLUGINS"]
 vllm.__version__ = known
 
@@ -92,6 +97,7 @@ launch("unknown", {"backend": "no_such"})
 launch("unreachable", {"backend": "mooncake", "config": absent})
 transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_producer"}
 launch("disaggregated", good, kv_transfer_config=transfer)
+launch("offloading", good, kv_offloading_size=1.0)
 launch("no routes", good, UsageContext.OPENAI_API_SERVER)
 """
 
@@ -136,11 +142,20 @@ def test_launches_that_would_lose_outputs_are_refused_before_anything_starts(
     assert "shared_memory" in refused["unknown"]
     assert "127.0.0.1:9" in refused["unreachable"]
     assert "kv_role='kv_producer'" in refused["disaggregated"]
+    assert "kv_connector='OffloadingConnector'" in refused["offloading"]
     assert "set VLLM_PLUGINS=radix_output_store" in refused["no routes"]
 
 
-def test_unknown_versions_are_refused_only_where_the_plugin_was_asked_for(
+def test_a_version_with_a_changed_seam_is_refused_only_where_the_plugin_was_asked_for(
     launches: list[str], refused: dict[str, str]
 ) -> None:
-    assert launches[:2] == ["ACCEPTED unknown version", "LEFT ALONE"]
-    assert "supports vLLM 0.32.0, got '0.99.0'" in refused["unknown version that was asked for"]
+    assert launches[:2] == ["ACCEPTED changed version", "LEFT ALONE"]
+    reason = refused["changed version that was asked for"]
+    assert "supports vLLM 0.32.0, 0.33.0, got '0.99.0'" in reason
+    assert "AsyncLLM.generate is (self, prompt, sampling_params, request_id" in reason
+
+
+def test_a_version_that_is_not_in_the_table_runs_where_every_seam_has_a_known_shape(
+    launches: list[str],
+) -> None:
+    assert launches[3:5] == ["ACCEPTED unknown version with the known shapes", "HOOKED"]

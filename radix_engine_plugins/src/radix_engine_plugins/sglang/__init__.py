@@ -1,6 +1,7 @@
 """The output store for an unmodified SGLang, loaded through the entry point group `sglang.srt.plugins`.
 
 plugin.py          entry point: version check, which hooks which process gets
+shapes.json        what the functions and classes that are hooked look like in the versions that were checked
 hooks.py           registers hooks and refuses a launch when one does not fit
 settings.py        what the operator asked for, and what is refused at launch
 flags.py           the two flags, on the command line and for `sglang.Engine`

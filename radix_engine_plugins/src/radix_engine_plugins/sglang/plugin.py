@@ -10,25 +10,22 @@ processes, which find the settings in their environment, the scheduler's.
 """
 
 import os
+from pathlib import Path
+
+from radix_engine_plugins.versions import check_version, read_shapes
 
 SUPPORTED_SGLANG = ("0.5.23",)
-"""Versions whose seams were checked; docs/sglang.md says how to move to another."""
-
-
-def check_version(version: str) -> None:
-    if version not in SUPPORTED_SGLANG:
-        raise RuntimeError(
-            f"radix-engine-plugins supports SGLang {', '.join(SUPPORTED_SGLANG)}, got {version!r}: "
-            f"the output store stays off. Install a supported SGLang, or see docs/sglang.md on moving to "
-            f"a new one."
-        )
+"""Versions whose seams were checked; docs/sglang.md has the table, and says how to move to another."""
 
 
 def activate() -> None:
-    """Raises RuntimeError for an SGLang whose inner interfaces are not known to fit."""
+    """Hook into SGLang. Raises UnknownVersionError for a version that does not fit."""
     import sglang  # pyright: ignore[reportMissingImports]
 
-    check_version(sglang.__version__)
+    (package,) = sglang.__path__
+    check_version(
+        "SGLang", sglang.__version__, SUPPORTED_SGLANG, Path(package), read_shapes(Path(__file__).parent)
+    )
     from radix_engine_plugins.sglang import settings
 
     if settings.ENVIRONMENT_VARIABLE in os.environ:

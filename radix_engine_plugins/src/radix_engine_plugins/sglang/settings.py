@@ -57,6 +57,8 @@ def refuse_unsupported(server_args: Any) -> None:
         "--use-ray": server_args.use_ray,
         "--grpc-mode": server_args.grpc_mode or server_args.smg_grpc_mode,
         "--encoder-only": server_args.encoder_only,
+        "--enable-hierarchical-cache (rows are kept by cache slot: those of cache that is loaded back would "
+        "be another request's)": server_args.enable_hierarchical_cache,
         "SGLANG_RUST_SERVER=1": envs.SGLANG_RUST_SERVER.get(),
     }
     for setting, is_set in refused.items():

@@ -5,6 +5,7 @@ All of it runs where a request's answer is built, the API server or the caller's
 and the workers are vLLM's. There, rows arrive as arrays, and serialising them is what the store saves.
 
 plugin.py          entry point of every process: version check, which seams are used
+shapes.json        what the functions and classes that are hooked look like in the versions that were checked
 seams.py           wraps vLLM's functions and refuses an engine whose seams are gone
 settings.py        `additional_config["output_store"]`, and what is refused at launch
 opt_in.py          which requests opted in, and which of them cannot be met

@@ -6,34 +6,32 @@ an inline answer in silence would be worse.
 """
 
 import logging
+from pathlib import Path
 
+from radix_engine_plugins.versions import UnknownVersionError, check_version, read_shapes
 from radix_engine_plugins.vllm.settings import NAME
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_VLLM = ("0.32.0",)
-"""Versions whose seams were checked; docs/vllm.md says how to move to another."""
-
-
-def check_version(version: str) -> None:
-    """A local part such as `+cu130` names a build of the same sources."""
-    if version.partition("+")[0] not in SUPPORTED_VLLM:
-        raise RuntimeError(
-            f"radix-engine-plugins supports vLLM {', '.join(SUPPORTED_VLLM)}, got {version!r}: the output "
-            f"store stays off. Install a supported vLLM, or see docs/vllm.md on moving to a new one."
-        )
+SUPPORTED_VLLM = ("0.32.0", "0.33.0")
+"""Versions whose seams were checked; docs/vllm.md has the table, and says how to move to another."""
 
 
 def activate() -> None:
-    """Raises RuntimeError for a vLLM that is not known to fit if `VLLM_PLUGINS` names this plugin. Where it
+    """Hook into vLLM.
+
+    Raises UnknownVersionError for a version that does not fit if `VLLM_PLUGINS` names this plugin. Where it
     was merely found installed, it is logged and vLLM runs as if it were not there.
     """
     import vllm  # pyright: ignore[reportMissingImports]
     from vllm import envs  # pyright: ignore[reportMissingImports]
 
     try:
-        check_version(vllm.__version__)
-    except RuntimeError as error:
+        (package,) = vllm.__path__
+        check_version(
+            "vLLM", vllm.__version__, SUPPORTED_VLLM, Path(package), read_shapes(Path(__file__).parent)
+        )
+    except UnknownVersionError as error:
         if NAME in (envs.VLLM_PLUGINS or ()):
             raise
         logger.error("%s", error)

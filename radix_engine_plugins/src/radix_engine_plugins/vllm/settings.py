@@ -38,3 +38,10 @@ def refuse_unsupported(vllm_config: Any) -> None:
             f'additional_config["{STORE}"] does not work with kv_role={transfer.kv_role!r}: prefill/decode '
             f"disaggregation splits a request's outputs over two engines; leave out one of the two"
         )
+    if transfer is not None and vllm_config.aux_output_config.enable_return_routed_experts:
+        raise ValueError(
+            f'additional_config["{STORE}"] does not work with enable_return_routed_experts and '
+            f"kv_connector={transfer.kv_connector!r}: routed experts are kept by cache slot, so the rows of "
+            "cache that is loaded back would be another request's; leave out kv_transfer_config (and "
+            "kv_offloading_size, which makes one)"
+        )
