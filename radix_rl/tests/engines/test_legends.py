@@ -1,4 +1,4 @@
-"""Every package of the engines says in its docstring what each of its files is for."""
+"""Every package of engines and server says in its docstring what each of its files is for."""
 
 import importlib
 import pkgutil
@@ -7,11 +7,15 @@ import re
 import pytest
 
 import radix_rl.engines
+import radix_rl.server
 
-_ROOT = radix_rl.engines
 _PACKAGES = [
-    _ROOT.__name__,
-    *(m.name for m in pkgutil.walk_packages(_ROOT.__path__, _ROOT.__name__ + ".") if m.ispkg),
+    name
+    for root in (radix_rl.engines, radix_rl.server)
+    for name in (
+        root.__name__,
+        *(m.name for m in pkgutil.walk_packages(root.__path__, root.__name__ + ".") if m.ispkg),
+    )
 ]
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import openai
@@ -13,6 +14,8 @@ import torch
 
 from radix_rl.buckets.bucket import pack_buckets
 from radix_rl.buckets.wire import CONTENT_TYPE, encode_bucket
+from radix_rl.engines.embedded.cache.slots import SlotTensor
+from radix_rl.engines.embedded.weights import WeightUpdater
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -227,3 +230,25 @@ def test_all_memory_is_released_and_comes_back_in_two_stages_around_new_weights(
     assert after["meta_info"]["routed_experts"] == before["meta_info"]["routed_experts"]
     assert after["meta_info"]["cached_tokens"] == 0
     assert (before["meta_info"]["weight_version"], after["meta_info"]["weight_version"]) == ("0", "1")
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+def test_waking_without_memory_is_told_and_can_be_tried_again(run_embedded, monkeypatch, tag):
+    def refuse(*_):
+        raise RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+        )
+
+    with run_embedded() as server:
+        wake = partial(server.client.post, "/resume_memory_occupation", json={"tags": [tag]})
+        assert server.client.post("/release_memory_occupation", json={"tags": [tag]}).status_code == 200
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                *((WeightUpdater, "wake") if tag == "weights" else (SlotTensor, "allocate")), refuse
+            )
+            answer = wake()
+        assert answer.status_code == 409
+        assert "not enough memory" in answer.json()["error"]["message"]
+        assert wake().status_code == 200
+        if tag == "kv_cache":
+            assert _greedy(server, max_new_tokens=2)["meta_info"]["completion_tokens"] == 2

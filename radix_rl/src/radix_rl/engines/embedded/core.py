@@ -9,7 +9,7 @@ from collections.abc import Sequence as Rows
 import torch
 
 from radix_rl.engines.base import PauseMode
-from radix_rl.engines.embedded.cache.freed_memory import give_back
+from radix_rl.engines.embedded.cache.freed_memory import give_back, no_memory_is_told
 from radix_rl.engines.embedded.forward.runner import ModelRunner
 from radix_rl.engines.embedded.sampling.batch import SamplingBatch
 from radix_rl.engines.embedded.sampling.sampler import Sampled, Sampler
@@ -267,14 +267,21 @@ class EngineCore:
         give_back(self.runner.device)
 
     def wake(self, tags: Rows[str]) -> None:
+        """Take the memory again. EngineStateError where there is none: what slept goes on sleeping."""
         if "weights" in tags:
-            self.weights.wake()
+            with no_memory_is_told("the weights"):
+                self.weights.wake()
         if "kv_cache" in tags and not self.runner.cache.allocated:
             if not self.weights.awake:
                 raise EngineStateError("the weights are asleep; wake them before the cache takes its memory")
-            self.runner.cache.allocate()
-            if self.scheduler.prefixes is not None:
-                self.scheduler.prefixes.allocate()
+            try:
+                with no_memory_is_told("the key-value cache"):
+                    self.runner.cache.allocate()
+                    if self.scheduler.prefixes is not None:
+                        self.scheduler.prefixes.allocate()
+            except EngineStateError:
+                self.sleep(["kv_cache"])
+                raise
 
     def close(self, reason: Exception) -> None:
         """Fail what waits and runs with `reason`, and leave the model's modules as they were."""

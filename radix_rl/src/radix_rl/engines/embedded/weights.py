@@ -184,8 +184,10 @@ class WeightUpdater:
         """Take the memory again. Its contents mean nothing until the next commit."""
         if self.awake:
             return
-        for name, layout in self._layouts.items():
-            self._model.get_parameter(name).data = layout.empty().zero_()
+        # All or none.
+        memory = {name: layout.empty().zero_() for name, layout in self._layouts.items()}
+        for name, tensor in memory.items():
+            self._model.get_parameter(name).data = tensor
         self.awake = True
 
 

@@ -167,9 +167,9 @@ class SlotCache:
         self.allocated = False
 
     def allocate(self) -> None:
+        self.allocated = True
         for tensor in self.tensors:
             tensor.allocate()
-        self.allocated = True
 
     def flat_rows(self, heads: int, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rows of `SlotTensor.write` for tokens at `(slots[i], positions[i])`: `[n * heads]` int64,

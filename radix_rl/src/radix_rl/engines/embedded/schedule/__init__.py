@@ -8,5 +8,5 @@ finish.py             stop strings, stop tokens, length
 limits.py             what a request may ask for
 
 `n` answers to one prompt are `n` requests by the time they come here: the server expands them
-(`server/generation/body.py`).
+(`server/items.py`).
 """
