@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,9 +16,11 @@ from radix_rl.routers.find import find_replayed_routers
 from radix_rl.routers.known_classes import KnownClasses
 from radix_rl.routers.registry import all_routers
 from radix_rl.train.batch import TrainSample, collate
+from radix_rl.train.collectives import Ranks
 from radix_rl.train.objective.logprobs import response_logprobs
 from radix_rl.train.replay.counts import ReplayCounts
 from radix_rl.train.replay.experts import RouterReplay
+from radix_rl.train.replay.unrecorded import check_unrecorded
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingConfig()
@@ -330,3 +333,27 @@ def test_every_router_that_is_known_computes_what_a_tested_one_does(make_model):
     known = {name for kind in all_routers() if isinstance(kind, KnownClasses) for name in kind.class_names}
     for name in sorted(known):
         assert forward_code(name) in codes, name
+
+
+def test_rows_behind_the_last_token_that_counts_are_not_needed(make_model, make_samples):
+    """A tool answered last: 3 tokens without rows, which no counted token sees."""
+    (sample,) = make_samples(1)
+    rows, ends = sample.routed_experts, len(sample.routed_experts)
+    ended_by_tool = msgspec.structs.replace(
+        sample,
+        tokens=np.concatenate([sample.tokens, [5, 6, 7]]),
+        loss_mask=np.concatenate([sample.loss_mask, np.zeros(3, np.float32)]),
+        rollout_logprobs=np.concatenate([sample.rollout_logprobs, np.zeros(3, np.float32)]),
+        routed_experts=np.concatenate([rows, np.full((3, *rows.shape[1:]), -1, np.int32)]),
+    )
+    assert ended_by_tool.num_needed_rows == sample.num_needed_rows == ends
+    check_unrecorded([ended_by_tool], 0.0, Ranks())
+    hole = msgspec.structs.replace(ended_by_tool, routed_experts=ended_by_tool.routed_experts.copy())
+    hole.routed_experts[ends - 1] = -1
+    with pytest.raises(ReplayError, match=f"1 of {ends} token rows"):
+        check_unrecorded([hole], 0.0, Ranks())
+
+    counts = ReplayCounts()
+    replay = RouterReplay(make_model("qwen3_moe"))
+    replay._bind(collate([ended_by_tool, sample], CPU), counts)
+    assert (counts.rows, counts.unrecorded_rows) == (2 * ends, 0)

@@ -50,6 +50,15 @@ class TrainSample(msgspec.Struct, kw_only=True, eq=False):
     def num_response_tokens(self) -> int:
         return len(self.loss_mask)
 
+    @property
+    def num_needed_rows(self) -> int:
+        """Token rows that something counted depends on: those before the last token that counts.
+
+        What follows it, such as the answer of a tool that ended the rollout, changes no loss.
+        """
+        counted = np.flatnonzero(self.loss_mask)
+        return self.num_tokens - self.num_response_tokens + int(counted[-1]) if len(counted) else 0
+
 
 class TrainBatch(msgspec.Struct, kw_only=True, eq=False):
     """B samples padded on the right to T tokens.
@@ -81,6 +90,14 @@ class TrainBatch(msgspec.Struct, kw_only=True, eq=False):
     """int64, ids that token t was sampled from; 0 where it was not sampled."""
     mask_ids: torch.Tensor | None = None
     """int64, those ids one after the other, in the order of `mask_lengths_bt`."""
+
+    @property
+    def needed_rows_bt(self) -> torch.Tensor:
+        """bool: the `num_needed_rows` first rows of each sample."""
+        width = self.loss_mask_bt.shape[1]
+        positions = torch.arange(width, device=self.loss_mask_bt.device)
+        last_counted_b = torch.where(self.loss_mask_bt > 0, positions, 0).amax(dim=1)
+        return positions < last_counted_b[:, None]
 
 
 def make_train_sample(

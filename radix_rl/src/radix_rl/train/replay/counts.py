@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class ReplayCounts:
-    """Token rows are those of real tokens, each sample's last one left out."""
+    """Token rows are those that something counted depends on."""
 
     token_layers: int = 0
     """Replayed token rows times routed layers."""

@@ -89,8 +89,7 @@ class RouterReplay(HookedReplay[_Experts]):
                 f"sample {batch.names[b]}: the routed experts of token {t} are partly -1: experts of some "
                 "layers or places are missing, which means that the capture is incomplete"
             )
-        positions = torch.arange(rows_btlk.shape[1], device=rows_btlk.device)
-        needed_bt = positions < (batch.lengths_b - 1)[:, None]
+        needed_bt = batch.needed_rows_bt
         present_bt = present_btl[:, :, 0]
         live = needed_bt & ~present_bt
         num_needed, num_live = int(needed_bt.sum()), int(live.sum())

@@ -78,8 +78,7 @@ class IndexerReplay(HookedReplay[_Positions]):
                 f"positions, expected {min(t + 1, self._index_topk)} of each or none at all: the capture is "
                 "incomplete"
             )
-        needed_bt = token < (batch.lengths_b - 1)[:, None]
-        counted_bt = needed_bt & present_bt
+        counted_bt = batch.needed_rows_bt & present_bt
         counts.indexer_token_layers += int(counted_bt.sum()) * len(self._modules)
         ordered = torch.where(rows < 0, _NO_POSITION, rows).sort(dim=-1).values
         filled = torch.where(ordered == _NO_POSITION, ordered[..., :1], ordered)

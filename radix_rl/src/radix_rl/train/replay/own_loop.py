@@ -78,14 +78,17 @@ def _batch_of(input_ids_bt: torch.Tensor, routed_experts: Sequence[np.ndarray]) 
     padded = np.full((num_sequences, width, *routed_experts[0].shape[1:]), NO_ROW, dtype=np.int32)
     for row, rows in enumerate(routed_experts):
         padded[row, : len(rows)] = rows
-    nothing_bt = torch.zeros(num_sequences, width, device=input_ids_bt.device)
+    device = input_ids_bt.device
+    lengths_b = torch.tensor([len(rows) + 1 for rows in routed_experts], device=device)
+    nothing_bt = torch.zeros(num_sequences, width, device=device)
     return TrainBatch(
         names=tuple(f"number {row}" for row in range(num_sequences)),
         input_ids_bt=input_ids_bt,
-        lengths_b=torch.tensor([len(rows) + 1 for rows in routed_experts], device=input_ids_bt.device),
-        loss_mask_bt=nothing_bt,
+        lengths_b=lengths_b,
+        # Which of them count is the caller's to know: every row may be needed.
+        loss_mask_bt=(torch.arange(width, device=device) < lengths_b[:, None]).float(),
         rollout_logprobs_bt=nothing_bt,
         advantages_bt=nothing_bt,
         loss_scale_bt=nothing_bt,
-        routed_experts_btlk=torch.from_numpy(padded).to(input_ids_bt.device),
+        routed_experts_btlk=torch.from_numpy(padded).to(device),
     )

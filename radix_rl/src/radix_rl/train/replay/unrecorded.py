@@ -20,10 +20,16 @@ def unrecorded_rows(rows: np.ndarray) -> int:
 def check_unrecorded(samples: Sequence[TrainSample], max_share: float, ranks: Ranks) -> None:
     """Compare with `max_share` over the samples of a step on all ranks together.
 
+    Only rows that something counted depends on are looked at, see `TrainSample.num_needed_rows`.
+
     Every rank calls it, and every rank raises ReplayError if one does.
     """
     for field, what in _CHOICES.items():
-        found = [(sample, rows) for sample in samples if (rows := getattr(sample, field)) is not None]
+        found = [
+            (sample, rows[: sample.num_needed_rows])
+            for sample in samples
+            if (rows := getattr(sample, field)) is not None
+        ]
         unrecorded = [unrecorded_rows(rows) for _, rows in found]
         total = ranks.sum(
             {"rows": float(sum(len(rows) for _, rows in found)), "unrecorded": float(sum(unrecorded))}
