@@ -43,6 +43,8 @@ class OutputStoreWriter:
             raise ValueError(f"max_concurrent_puts: expected 1 or more, got {max_concurrent_puts!r}")
         self.metrics = metrics if metrics is not None else own_metrics()
         self._store = store
+        self.key_prefix = store.key_prefix
+        self.place = store.backend.place
         self._puts = PutQueue(self._put_all, max_concurrent_puts)
         self._writes: set[Put] = set()
         """Whose `write` has not returned."""

@@ -24,7 +24,7 @@ from radix_rl.server.runner import bind
 from radix_rl.types import FinishReason, SamplingParams, VersionSpan
 from radix_rl.weights.sync import WeightSynchronizer
 from radix_rl.weights.transports.http import HttpTransport
-from radix_transfer_plugins import TokenOutputStash
+from radix_transfer_plugins import OutputStore, TokenOutputStash, create_backend
 from radix_transfer_plugins.errors import StoreFullError
 
 VIA_STORE = {"return_routed_experts": True, "return_outputs_via_store": True}
@@ -377,3 +377,23 @@ async def test_a_server_that_stays_paused_is_an_error_of_the_sync_and_can_be_res
     await engine.resume()
     await synchronizer.sync(2, [("w", torch.ones(3))])
     assert (await engine.generate(request_for())).output_ids == (5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"key_prefix": "other/run"}, r"key_prefix 'test/run', this run's has 'other/run'"),
+        ({"name": "elsewhere"}, r"place '\w+', this run's has 'elsewhere'"),
+    ],
+)
+async def test_a_server_that_stores_elsewhere_is_refused_before_the_first_request(
+    serve, memory_store, changes, message
+):
+    server = await serve()
+    store = OutputStore(backend=create_backend("memory", memory_store[1] | changes))
+    engine = RemoteEngine(server.url, RemoteSettings(), needs_output_store="memory", store=store)
+    with pytest.raises(ConfigurationError, match=message):
+        await engine.start()
+    assert server.engine.served == []
+    await engine.close()
+    store.close()

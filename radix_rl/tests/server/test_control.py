@@ -260,7 +260,14 @@ def test_health_tells_whether_the_engine_can_generate(server):
 
 def test_info_tells_clients_what_to_check(server):
     info = server.client.get("/get_server_info").json()
-    assert info["output_store"] == {"enabled": True, "backend": "memory", "ref_version": 1}
+    store = server.store
+    assert info["output_store"] == {
+        "enabled": True,
+        "backend": "memory",
+        "ref_version": 1,
+        "key_prefix": "test/run",
+        "place": store.backend.place,
+    }
     assert info["enable_return_routed_experts"] is True
     assert info["capabilities"]["pause_modes"] == ["abort", "retract", "in_place"]
     model = server.client.get("/get_model_info").json()

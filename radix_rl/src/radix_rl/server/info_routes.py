@@ -102,7 +102,10 @@ def output_store_info(state: ServerState) -> dict[str, Any]:
     enabled.
     """
     backend = state.engine.capabilities.output_store
-    return {"enabled": backend is not None, "backend": backend, "ref_version": REF_VERSION}
+    info: dict[str, Any] = {"enabled": backend is not None, "backend": backend, "ref_version": REF_VERSION}
+    if state.writer is not None:
+        info |= {"key_prefix": state.writer.key_prefix, "place": state.writer.place}
+    return info
 
 
 @router.get("/metrics")

@@ -66,6 +66,11 @@ class Backend(ABC):
     """True: `get_batch_into` costs less than `get_batch` and a copy, so `read_many` uses it."""
     key_prefix: str
     """Default prefix of an OutputStore on this backend; from the configuration key "key_prefix"."""
+    place: str | None = None
+    """What tells this store from others of the backend, such as a folder.
+
+    Two clients that name different ones are in two stores. None: the backend has no such name.
+    """
 
     @classmethod
     @abstractmethod

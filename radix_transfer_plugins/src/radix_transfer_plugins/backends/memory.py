@@ -62,6 +62,7 @@ class MemoryBackend(Backend):
 
     def __init__(self, config: MemoryConfig) -> None:
         self.key_prefix = check_prefix(config.key_prefix)
+        self.place = config.name
         self._wait_s = parse_seconds(config.wait_s, "wait_s")
         self._space_name = config.name
         capacity = (

@@ -312,12 +312,31 @@ class RemoteEngine(Engine):
                 "vLLM need the "
                 "package radix-engine-plugins), or set output_store.enabled=false"
             )
+        self._check_same_store(server["output_store"])
         version = server["output_store"].get("ref_version")
         if version != REF_VERSION:
             raise ConfigurationError(
                 f"{self.base_url}: the server writes references of version {version!r}, this reader knows "
                 f"{REF_VERSION}; "
                 "install the same radix-transfer-plugins on both"
+            )
+
+    def _check_same_store(self, told: Mapping[str, Any]) -> None:
+        """Compare what the server says of its store with the run's own. Raises ConfigurationError naming
+        both.
+        """
+        if self._store is None:
+            return
+        own = {"key_prefix": self._store.key_prefix, "place": self._store.backend.place}
+        for name, here in own.items():
+            there = told.get(name)
+            if there is None or here is None or there == here:
+                continue
+            raise ConfigurationError(
+                f"{self.base_url}: the server's output store has {name} {there!r}, this run's has {here!r}: "
+                "it could neither read nor delete what the server stores; give output_store.config and the "
+                "server's --output-store-backend-extra-config the same key_prefix, and the same space or "
+                "directory"
             )
 
     async def _reap(self, call: asyncio.Task[GenerateOutput], rids: list[str]) -> None:

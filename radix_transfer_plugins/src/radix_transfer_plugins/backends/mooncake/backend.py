@@ -346,8 +346,8 @@ class MooncakeBackend(Backend):
 
     def _lost(self, keys: Sequence[str]) -> ObjectLostError:
         return ObjectLostError(
-            f"mooncake: not in the store: {self._shown(keys)}; deleted, never put here, or its segment's "
-            "process ended"
+            f"mooncake: not in the store: {self._shown(keys)}; deleted, never put here but into "
+            "another store, or its segment's process ended"
         )
 
     def _shown(self, keys: Sequence[str]) -> str:

@@ -57,6 +57,7 @@ class SharedMemoryBackend(Backend):
     def __init__(self, config: SharedMemoryConfig) -> None:
         self.config = config
         self.key_prefix = config.key_prefix
+        self.place = str(config.path.resolve())
         self._attach_lock = threading.Lock()
         self._closed = False
         self._calls: set[tuple[int, object]] = set()
@@ -324,7 +325,8 @@ def _free_bytes(space: Space) -> int:
 
 def _lost(keys: Sequence[str]) -> ObjectLostError:
     return ObjectLostError(
-        f"shared_memory: not in the store: {', '.join(map(repr, keys))}; deleted, or never put here"
+        f"shared_memory: not in the store: {', '.join(map(repr, keys))}; deleted, never put here, or put "
+        "into another store than this one"
     )
 
 
