@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from radix_rl.config import load_config
+from radix_rl.launch.store import with_key_prefix
 from radix_rl.observe.metrics import read_metrics
 from radix_rl.train.run import train
 
@@ -24,7 +25,9 @@ def test_a_run_from_python_writes_and_shows_what_the_command_does(make_config, e
     records = read_metrics(folder / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2]
     assert 0 < records[2]["rollout/reward_mean"] < 1
-    assert load_config(folder / "config.toml") == config
+    saved = load_config(folder / "config.toml")
+    assert saved == with_key_prefix(config)
+    assert saved.output_store.key_prefix == outcome.summary["key_prefix"]
     assert msgspec.json.decode((folder / "summary.json").read_bytes()) == outcome.summary
     assert outcome.summary["steps"] == 2
     assert outcome.summary["objects_left"] == 0

@@ -7,6 +7,8 @@ from typing import Any
 
 from radix_rl.config.run import RunConfig
 
+FILE_NAME = "config.toml"
+"""What a run's configuration is called in its output directory."""
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 

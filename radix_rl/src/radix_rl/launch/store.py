@@ -1,14 +1,20 @@
 """The run's client of the output store."""
 
+import logging
 import re
 import secrets
 import time
+from pathlib import Path
 
 import msgspec
 
-from radix_rl.config import RunConfig
+from radix_rl.config import RunConfig, load_config
 from radix_rl.config.output_store import OutputStoreConfig
+from radix_rl.config.saving import FILE_NAME as CONFIG_FILE
+from radix_rl.errors import ConfigurationError
 from radix_transfer_plugins import OutputStore, create_backend
+
+logger = logging.getLogger(__name__)
 
 _NO_KEY_CHARACTER = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST_NAME = 100
@@ -32,16 +38,45 @@ class RunStore(msgspec.Struct, frozen=True, eq=False):
 
 
 def open_run_store(config: RunConfig) -> RunStore | None:
-    """Connect; None when replay outputs travel inline or are not asked for. Raises the store's ConfigError
-    and StoreUnavailableError."""
-    settings = config.output_store
+    """Connect, with the key prefix of `with_key_prefix`.
+
+    None when replay outputs travel inline or are not asked for. Raises the store's ConfigError and
+    StoreUnavailableError.
+    """
+    settings = with_key_prefix(config).output_store
     if not settings.enabled or not config.replayed_outputs:
         return None
-    prefix = settings.key_prefix or settings.config.get("key_prefix")
-    if prefix is None and config.engine.type == "embedded":
-        prefix = new_key_prefix(config.output_dir.name)
-    settings = settings.model_copy(update={"key_prefix": prefix})
     return RunStore(settings, connect(settings))
+
+
+def with_key_prefix(config: RunConfig) -> RunConfig:
+    """The configuration with the key prefix that the run has.
+
+    Unless one is configured, it is that of the run before in the same output directory, or a new one.
+    """
+    settings = config.output_store
+    if not settings.enabled or not config.replayed_outputs or settings.key_prefix is not None:
+        return config
+    prefix = settings.config.get("key_prefix")
+    if prefix is None and config.engine.type == "embedded":
+        prefix = key_prefix_before(config.output_dir) or new_key_prefix(config.output_dir.name)
+    settings = settings.model_copy(update={"key_prefix": prefix})
+    return config.model_copy(update={"output_store": settings})
+
+
+def key_prefix_before(output_dir: Path) -> str | None:
+    """That of the run whose configuration lies in `output_dir`; None without one that can be read."""
+    try:
+        return load_config(output_dir / CONFIG_FILE).output_store.key_prefix
+    except ConfigurationError:
+        return None
+
+
+def remove_left(run_store: RunStore) -> None:
+    """Delete what an earlier run left below the key prefix; the caller holds the output directory, so that
+    none is running."""
+    if removed := run_store.store.delete_objects(older_than_s=0.0):
+        logger.warning("removed %d stored fields that the run before had left", removed)
 
 
 def connect(settings: OutputStoreConfig) -> OutputStore:

@@ -7,12 +7,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from radix_rl.config import RunConfig, to_toml
+from radix_rl.config.saving import FILE_NAME as CONFIG_FILE
 from radix_rl.errors import ConfigurationError
 from radix_rl.observe.metrics import FILE_NAME as METRICS_FILE
 from radix_rl.observe.metrics import read_metrics
 from radix_rl.observe.progress import RunProgress
 from radix_rl.observe.quiet import quiet_transformers
-from radix_rl.observe.report import CONFIG_FILE, write_report
+from radix_rl.observe.report import write_report
 from radix_rl.observe.summary import summarize, write_summary
 from radix_rl.observe.tolerance import Tolerance
 from radix_rl.observe.trackers.factory import create_trackers
@@ -79,6 +80,8 @@ class RunObserver:
             summary |= summarize(read_metrics(folder / METRICS_FILE))
         if objects_left is not None:
             summary["objects_left"] = objects_left
+        if (prefix := self._config.output_store.key_prefix) is not None:
+            summary["key_prefix"] = prefix
         summary["seconds"] = time.perf_counter() - self._started_s
         with self._tolerance.of("writing the summary"):
             written.append(write_summary(folder, summary))

@@ -10,14 +10,13 @@ from typing import Any
 import jinja2
 import msgspec
 
+from radix_rl.config.saving import FILE_NAME as CONFIG_FILE
 from radix_rl.observe.metrics import FILE_NAME as METRICS_FILE
 from radix_rl.observe.metrics import read_metrics
 from radix_rl.observe.plots import PLOTS, draw
 from radix_rl.observe.summary import read_summary, summarize
 
 FILE_NAME = "report.html"
-CONFIG_FILE = "config.toml"
-"""The run's whole configuration, written when it starts."""
 
 
 class Card(msgspec.Struct, frozen=True):

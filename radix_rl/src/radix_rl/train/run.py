@@ -18,7 +18,14 @@ from radix_rl.engines.base import Engine
 from radix_rl.errors import ConfigurationError
 from radix_rl.launch.checks import check_engine, check_launch
 from radix_rl.launch.engines import build_engine, engines_of
-from radix_rl.launch.store import RunStore, open_run_store
+from radix_rl.launch.lock import locked
+from radix_rl.launch.store import (
+    RunStore,
+    key_prefix_before,
+    open_run_store,
+    remove_left,
+    with_key_prefix,
+)
 from radix_rl.observe.metrics import FILE_NAME as METRICS_FILE
 from radix_rl.observe.observer import RunObserver
 from radix_rl.rollout.environments.base import Environment
@@ -67,6 +74,18 @@ def train(
         )
     refuse_a_run_that_is_there(config)
     check_launch(config)
+    with locked(config.output_dir):
+        return _train(config, log, environment, show_progress)
+
+
+def _train(
+    config: RunConfig, log: Log | None, environment: Environment | None, show_progress: bool
+) -> RunOutcome:
+    """A run that holds its output directory."""
+    prefix_before = key_prefix_before(config.output_dir)
+    config = with_key_prefix(config)
+    prefix = config.output_store.key_prefix
+    logger.info("stored outputs have the key prefix %s", prefix)
     checkpoint = find_checkpoint(config.checkpoint.resume, config.output_dir / "checkpoints")
     state = read_state(checkpoint) if checkpoint else RunState(step=0, next_problem=0, optimizer_steps=0)
     with RunObserver(config, first_step=state.step, show_progress=show_progress) as observer:
@@ -76,7 +95,14 @@ def train(
             if log is not None:
                 log(step, metrics)
 
-        main = build_and_run(config, log_step, environment, checkpoint, state)
+        main = build_and_run(
+            config,
+            log_step,
+            environment,
+            checkpoint,
+            state,
+            is_left_by_a_run=prefix is not None and prefix == prefix_before,
+        )
         state, objects_left = run_until_interrupted(main)
     summary, written = observer.finish(objects_left)
     return RunOutcome(state=state, objects_left=objects_left, summary=summary, written=written)
@@ -99,13 +125,24 @@ def refuse_a_run_that_is_there(config: RunConfig) -> None:
 
 
 async def build_and_run(
-    config: RunConfig, log: Log, environment: Environment | None, checkpoint: Path | None, state: RunState
+    config: RunConfig,
+    log: Log,
+    environment: Environment | None,
+    checkpoint: Path | None,
+    state: RunState,
+    *,
+    is_left_by_a_run: bool = False,
 ) -> tuple[RunState, int | None]:
-    """The steps after `state`, which is the checkpoint's; the state after the last and the objects left."""
+    """The steps after `state`, which is the checkpoint's; the state after the last and the objects left.
+
+    `is_left_by_a_run`: what lies below the key prefix was left by an earlier run, and is removed.
+    """
     async with AsyncExitStack() as stack:
         run_store = open_run_store(config)
         if run_store is not None:
             stack.callback(run_store.close)
+            if is_left_by_a_run:
+                await asyncio.to_thread(remove_left, run_store)
         store = None if run_store is None else run_store.store
         tokenizer = load_tokenizer(config.model.path)
         if environment is None:
