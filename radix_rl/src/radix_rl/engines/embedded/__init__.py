@@ -5,6 +5,7 @@ worker.py      the thread that owns model, cache and scheduler
 inbox.py       new requests on their way from event loops, in a fixed order
 outbox.py      results on their way back to event loops
 core.py        a step (schedule, forward, sample), pauses, weight versions, sleep, health
+device.py      where the model lies
 step.py        the tokens of one forward pass
 outputs.py     a finished request's answer, with its replay rows
 weights.py     new weights, staged and committed
