@@ -51,7 +51,7 @@ def test_a_step_that_raises_frees_its_objects(config_and_count, environment, mon
 def test_a_read_that_fails_frees_its_objects(config_and_count, environment, monkeypatch):
     config, count = config_and_count
 
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise ConnectionError("the store went away")
 
     monkeypatch.setattr(rank, "assemble_replay", fail)
