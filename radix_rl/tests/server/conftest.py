@@ -85,7 +85,11 @@ class LetterEngine(Engine):
     def check(self, request: GenerateRequest) -> None:
         super().check(request)
         limits = RequestLimits(
-            vocab_size=EOS + 1, context_length=512, kv_cache_tokens=1 << 20, has_tokenizer=True
+            vocab_size=EOS + 1,
+            context_length=512,
+            kv_cache_tokens=1 << 20,
+            sampling_mask_max_tokens=EOS + 1,
+            has_tokenizer=True,
         )
         limits.check(request)
 
