@@ -17,8 +17,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """The inverse. Raises ValueError for a name that torch does not have, and for one whose elements it
-    cannot cast."""
+    """The inverse.
+
+    Raises ValueError for a name that torch does not have, and for one whose elements it cannot cast.
+    """
     dtype = getattr(torch, name, None)
     if dtype == torch.float4_e2m1fn_x2:
         raise ValueError(

@@ -16,8 +16,9 @@ def empty_bucket(
     *,
     packed: bool,
 ) -> WeightBucket:
-    """Room for tensors that come. `packed`: one right after the other, as SGLang lays them out; else each at
-    an aligned place of its own.
+    """Room for tensors that come.
+
+    `packed`: one right after the other, as SGLang lays them out; else each at an aligned place of its own.
 
     Raises ValueError for lists that do not go together, a dtype or shape that is none, and a packed tensor
     that is not aligned to its items.

@@ -1,5 +1,6 @@
-"""One `WeightBucket` as one binary body: what a trainer sends to `/update_weights_from_tensor`. Nothing is
-unpickled.
+"""One `WeightBucket` as one binary body: what a trainer sends to `/update_weights_from_tensor`.
+
+Nothing is unpickled.
 
 Layout, all integers little-endian:
 
@@ -46,8 +47,10 @@ def encode_bucket(bucket: WeightBucket) -> bytes:
 
 
 def decode_bucket(body: bytes | bytearray | memoryview) -> WeightBucket:
-    """The bucket, in memory of its own that is aligned for every dtype. Raises ValueError for any body that
-    `encode_bucket` cannot have made."""
+    """The bucket, in memory of its own that is aligned for every dtype.
+
+    Raises ValueError for any body that `encode_bucket` cannot have made.
+    """
     data = memoryview(body)
     if len(data) < _FIXED_BYTES or data[:4] != _MAGIC:
         raise ValueError(

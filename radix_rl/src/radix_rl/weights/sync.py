@@ -142,8 +142,11 @@ class WeightSynchronizer:
         }
 
     async def _commit(self, version: str) -> None:
-        """Commit everywhere. An engine that cannot follow the others gives its weights up, so that no
-        answer comes from the version that the rest of the fleet has left."""
+        """Commit everywhere.
+
+        An engine that cannot follow the others gives its weights up, so that no answer comes from the version
+        that the rest of the fleet has left.
+        """
         errors = await outcomes_of(self._engines, lambda engine: engine.commit_weight_update(version))
         failed = [
             (engine, error) for engine, error in zip(self._engines, errors, strict=True) if error is not None

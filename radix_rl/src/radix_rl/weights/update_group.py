@@ -121,8 +121,11 @@ class UpdateGroup:
             ) from error
 
     def close(self) -> None:
-        """Leave: what other members still wait for from this one fails there. Idempotent. A broadcast of this
-        member that waits in another thread ends at its timeout with gloo, at once with nccl."""
+        """Leave: what other members still wait for from this one fails there.
+
+        Idempotent. A broadcast of this member that waits in another thread ends at its timeout with gloo, at
+        once with nccl.
+        """
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
             group.abort()

@@ -18,9 +18,11 @@ PROBE = RetryPolicy(max_tries=1, deadline_s=PROBE_TIMEOUT_S)
 
 
 class HttpClient:
-    """One connection pool. Raises RequestError (4xx), EngineStateError (409), EngineError (5xx after the
-    last try), EngineDeadError (no connection, or no answer before the deadline), ConfigurationError (a key
-    that is refused)."""
+    """One connection pool.
+
+    Raises RequestError (4xx), EngineStateError (409), EngineError (5xx after the last try), EngineDeadError
+    (no connection, or no answer before the deadline), ConfigurationError (a key that is refused).
+    """
 
     watch: LivenessWatch
     """For calls that may take as long as a generation or an update does: they end with their server."""
@@ -52,16 +54,21 @@ class HttpClient:
         )
 
     async def get(self, path: str, retry: RetryPolicy | None = None) -> Any:
-        """The JSON body of the answer, None if it has none. Tried again as the policy says: reading changes
-        nothing."""
+        """The JSON body of the answer, None if it has none.
+
+        Tried again as the policy says: reading changes nothing.
+        """
         policy = retry or self._retry
         return await with_retries(
             policy, f"{self.base_url}{path}", lambda: self._once("GET", path, None, {}, admin=False)
         )
 
     async def post(self, path: str, body: Any = None, *, admin: bool = False) -> Any:
-        """One try with `body` as JSON. The JSON body of the answer, None if it has none. Control calls are
-        watched; `admin=False` leaves that to the caller."""
+        """One try with `body` as JSON.
+
+        The JSON body of the answer, None if it has none. Control calls are watched; `admin=False` leaves that
+        to the caller.
+        """
         content = msgspec.json.encode({} if body is None else body)
         call = self._once("POST", path, content, {"Content-Type": "application/json"}, admin=admin)
         return await (self._watched(call) if admin else call)
@@ -83,8 +90,11 @@ class HttpClient:
             task.cancel()
 
     async def _require_answer(self) -> None:
-        """What the watch asks. Not /health: a paused SGLang, or one that is long at a prefill, fails it, and
-        ours does asleep, yet the requests that wait there will be answered."""
+        """What the watch asks.
+
+        Not /health: a paused SGLang, or one that is long at a prefill, fails it, and ours does asleep, yet
+        the requests that wait there will be answered.
+        """
         # A refusal is an answer.
         with contextlib.suppress(RequestError, ConfigurationError, EngineStateError):
             await self.get("/model_info", PROBE)

@@ -102,8 +102,10 @@ class RemoteEngine(Engine):
         return self._capabilities
 
     async def start(self) -> EngineInfo:
-        """Connect. Raises EngineDeadError if the server is not healthy in time, ConfigurationError if it
-        lacks the store."""
+        """Connect.
+
+        Raises EngineDeadError if the server is not healthy in time, ConfigurationError if it lacks the store.
+        """
         patience = RetryPolicy(max_tries=1 << 30, deadline_s=self._settings.start_timeout_s)
         if self._takes_over:
             # First: a paused SGLang is not healthy.
@@ -275,8 +277,10 @@ class RemoteEngine(Engine):
         await self._http.close()
 
     def _capabilities_of(self, server: Mapping[str, Any]) -> EngineCapabilities:
-        """Our server tells them; of SGLang's, its flags do. Bodies with weights in them are our binary form,
-        which only ours takes: SGLang's are pickles."""
+        """Our server tells them; of SGLang's, its flags do.
+
+        Bodies with weights in them are our binary form, which only ours takes: SGLang's are pickles.
+        """
         told = server.get("capabilities") or {}
         store = server.get("output_store") or {}
         is_ours = server.get("server") == "radix-rl"
@@ -340,8 +344,10 @@ class RemoteEngine(Engine):
             )
 
     async def _reap(self, call: asyncio.Task[GenerateOutput], rids: list[str]) -> None:
-        """End a request whose caller is gone. Its answer may be on the way: then its object is ours to
-        delete."""
+        """End a request whose caller is gone.
+
+        Its answer may be on the way: then its object is ours to delete.
+        """
         if rids:
             await self._abort_quietly(rids[-1])
         await asyncio.wait([call], timeout=LATE_ANSWER_TIMEOUT_S)
@@ -381,7 +387,9 @@ class RemoteEngine(Engine):
 
 def _sglang_returns_masks(server: Mapping[str, Any]) -> bool:
     """SGLang has no flag for sampling masks: one that knows them tells the longest support that it returns.
-    It refuses them, request by request, in the modes that are left out here."""
+
+    It refuses them, request by request, in the modes that are left out here.
+    """
     return bool(
         server.get("sampling_mask_max_tokens")
         and server.get("sampling_backend") != "ascend"

@@ -24,8 +24,11 @@ class LivenessWatch:
         self._watcher: asyncio.Task[None] | None = None
 
     async def guard(self, call: asyncio.Task[T]) -> T:
-        """The call's result. Raises EngineDeadError once the probes give the server up; the call is the
-        caller's to cancel, then and when the guard itself is cancelled."""
+        """The call's result.
+
+        Raises EngineDeadError once the probes give the server up; the call is the caller's to cancel, then
+        and when the guard itself is cancelled.
+        """
         dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
         self._guards.add(dead)
         if self._watcher is None:

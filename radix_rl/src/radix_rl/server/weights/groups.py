@@ -17,8 +17,11 @@ _GRACE_S = 2.0
 
 
 class UpdateGroups:
-    """By name. Joining and receiving happen on threads of their own, so that the event loop and the engine go
-    on; each ends soon after `timeout_s` at the latest."""
+    """By name.
+
+    Joining and receiving happen on threads of their own, so that the event loop and the engine go on; each
+    ends soon after `timeout_s` at the latest.
+    """
 
     def __init__(self, device: str, timeout_s: float) -> None:
         """`device`: the engine's, where nccl receives."""
@@ -81,8 +84,10 @@ class UpdateGroups:
             self._joining.discard(name)
 
     def device_of(self, name: str) -> torch.device:
-        """Where the tensors of this group's broadcasts must lie. Raises RequestError if there is no such
-        group."""
+        """Where the tensors of this group's broadcasts must lie.
+
+        Raises RequestError if there is no such group.
+        """
         return self._group(name).device
 
     async def receive(self, name: str, bucket: WeightBucket, *, packed: bool) -> None:

@@ -137,8 +137,11 @@ async def destroy_weights_update_group(request: Request) -> Response:
 
 @router.post("/update_weights_from_distributed")
 async def update_weights_from_distributed(request: Request) -> Response:
-    """Receive what rank 0 broadcasts. What no tensors can be is refused before the receiving begins, so that
-    the sender learns of it while it can still leave its own broadcast out; the engine looks at them after."""
+    """Receive what rank 0 broadcasts.
+
+    What no tensors can be is refused before the receiving begins, so that the sender learns of it while it
+    can still leave its own broadcast out; the engine looks at them after.
+    """
     body = await read_body(request, FromDistributedBody)
     weights = weights_of(request)
     packed = body.load_format == "flattened_bucket"
@@ -253,8 +256,10 @@ def _check_folder(path: str) -> None:
 
 
 def _read_checkpoint(path: str) -> Iterator[WeightBucket]:
-    """Through transformers, which turns a checkpoint's names into those of the model's parameters. The model
-    that it builds shrinks as the buckets are taken, so that no second copy of it is ever whole."""
+    """Through transformers, which turns a checkpoint's names into those of the model's parameters.
+
+    The model that it builds shrinks as the buckets are taken, so that no second copy of it is ever whole.
+    """
     from radix_rl.engines.embedded.forward.model import load_checkpoint
 
     try:

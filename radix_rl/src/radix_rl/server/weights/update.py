@@ -45,8 +45,10 @@ class WeightUpdate:
             )
 
     async def begin(self, version: str | None) -> int:
-        """Its number. No version, or an empty one: `name` or nobody names it. EngineStateError while one is
-        open."""
+        """Its number.
+
+        No version, or an empty one: `name` or nobody names it. EngineStateError while one is open.
+        """
         self.check_closed()
         self._is_open, self._begun_as, self._named = True, version or None, None
         self._number += 1
@@ -70,8 +72,10 @@ class WeightUpdate:
         self._named = version
 
     async def add(self, bucket: WeightBucket, number: int | None) -> None:
-        """`number`: of the update that was open when the tensors began to come. EngineStateError if it is
-        not any more: they must not get into another one."""
+        """`number`: of the update that was open when the tensors began to come.
+
+        EngineStateError if it is not any more: they must not get into another one.
+        """
         if number is None or self.number != number:
             raise EngineStateError("the weight update was dropped, or another begun, while its tensors came")
         try:
@@ -82,9 +86,11 @@ class WeightUpdate:
             raise
 
     async def commit(self) -> str:
-        """The version in force from now on; without any name it is called as the one before. After
-        EngineStateError, such as for requests that run, the update is still open and can be committed
-        later."""
+        """The version in force from now on; without any name it is called as the one before.
+
+        After EngineStateError, such as for requests that run, the update is still open and can be committed
+        later.
+        """
         before = (await self._engine.info()).weight_version or self._given_up
         self.check_open()
         number, version = self._number, self._begun_as or self._named or before
@@ -106,8 +112,10 @@ class WeightUpdate:
         await self._engine.abort_weight_update()
 
     def dropped(self, version: str) -> None:
-        """The engine has given its weights up, and with them the update. `version` was in force; an empty one
-        if none was."""
+        """The engine has given its weights up, and with them the update.
+
+        `version` was in force; an empty one if none was.
+        """
         self._is_open = False
         self._given_up = version or self._given_up
 

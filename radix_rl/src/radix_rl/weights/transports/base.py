@@ -38,8 +38,10 @@ class WeightTransport(ABC, Generic[EngineT]):
                 )
 
     def weight_names(self, engines: Sequence[Engine]) -> WeightNames:
-        """How the tensors of `send` are to be called. Raises ConfigurationError for a fleet that
-        disagrees."""
+        """How the tensors of `send` are to be called.
+
+        Raises ConfigurationError for a fleet that disagrees.
+        """
         names: set[WeightNames] = {engine.capabilities.weight_names for engine in engines}
         if len(names) > 1:
             raise ConfigurationError(
@@ -54,9 +56,11 @@ class WeightTransport(ABC, Generic[EngineT]):
 
     @abstractmethod
     async def send(self, engines: Sequence[EngineT], bucket: WeightBucket) -> int:
-        """Hand the bucket to every engine, inside a begun update; the number of bytes that travelled. The
-        bucket may be reused when this returns. Raises EngineError of the first engine that failed, after
-        the others have ended."""
+        """Hand the bucket to every engine, inside a begun update; the number of bytes that travelled.
+
+        The bucket may be reused when this returns. Raises EngineError of the first engine that failed, after
+        the others have ended.
+        """
 
     async def finish(self, engines: Sequence[EngineT], version: str) -> None:
         """After the last bucket and before the commit: every engine has every tensor when this returns."""

@@ -27,8 +27,11 @@ _GRACE_S = 5.0
 
 
 class BroadcastTransport(WeightTransport[TakesBroadcasts]):
-    """The group is made before the first update and kept. It is made anew, under another name, after a
-    failure and when an engine no longer knows it, such as one that was started again."""
+    """The group is made before the first update and kept.
+
+    It is made anew, under another name, after a failure and when an engine no longer knows it, such as one
+    that was started again.
+    """
 
     name: ClassVar[str] = "broadcast"
     needs: ClassVar[type] = TakesBroadcasts
@@ -37,8 +40,10 @@ class BroadcastTransport(WeightTransport[TakesBroadcasts]):
         self, *, backend: GroupBackend, host: str, port: int, device: torch.device, timeout_s: float
     ) -> None:
         """`host` is an address of this machine that the engines reach; port 0 lets the system choose.
+
         `timeout_s` bounds the meeting and each broadcast. Raises ConfigurationError for nccl without a GPU
-        and for a host that means every interface."""
+        and for a host that means every interface.
+        """
         if host in _EVERY_INTERFACE:
             raise ConfigurationError(
                 f"weights.host: {host!r} means every interface, which is nowhere that an engine could "
