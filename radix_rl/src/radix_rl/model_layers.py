@@ -1,6 +1,7 @@
 """Where a Hugging Face causal LM keeps its decoder layers and what sits in them."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -23,6 +24,23 @@ def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
         raise ConfigurationError(f"{type(model).__name__}: found no list of {count} decoder layers")
     layers = min(named, key=lambda item: item[0].count("."))[1]
     return layers[:count]  # type: ignore[return-value]
+
+
+def longest_without_switch(text_config: Any) -> int | None:
+    """The most tokens of a sequence whose rotary frequencies do not depend on how long it is.
+
+    Phi-3's "longrope" takes other factors for all positions of a longer sequence, and "dynamic" frequencies
+    grow with it: what is cached of a shorter one, or computed beside it, would be wrong. None: they never do.
+    """
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    limits = []
+    for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        kind = each.get("rope_type") or ""
+        if kind == "longrope":
+            limits.append(int(each["original_max_position_embeddings"]))
+        elif "dynamic" in kind:
+            limits.append(int(text_config.max_position_embeddings))
+    return min(limits, default=None)
 
 
 def find_indexers(layers: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:

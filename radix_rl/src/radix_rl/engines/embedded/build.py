@@ -20,6 +20,7 @@ from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.core import EngineCore
 from radix_rl.engines.embedded.forward.model import load_model, prepare_model
 from radix_rl.engines.embedded.forward.runner import ModelRunner
+from radix_rl.engines.embedded.forward.trial import try_steps
 from radix_rl.engines.embedded.shortcuts.apply import apply as apply_shortcuts
 from radix_rl.engines.embedded.shortcuts.float32 import Float32Products, cpu_lacks_bfloat16
 from radix_rl.engines.embedded.shortcuts.undo import recorded_changes
@@ -47,7 +48,7 @@ def build_core(
             keeps_all_rows=config.prefix_cache_tokens > 0,
         )
         _attach_captures(config, runner)
-        runner.try_a_step()
+        try_steps(runner)
     return EngineCore(
         runner,
         products=products,

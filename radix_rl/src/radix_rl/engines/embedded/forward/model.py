@@ -14,7 +14,7 @@ from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.device import resolve_device
 from radix_rl.engines.embedded.forward.attention import ATTENTION_NAME, register_attention
 from radix_rl.errors import ConfigurationError
-from radix_rl.model_layers import decoder_layers
+from radix_rl.model_layers import decoder_layers, longest_without_switch
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +189,10 @@ def _context_length(config: EmbeddedEngineSetup, text_config: Any) -> int:
         # From floor_scale on it scales queries by what it takes for their positions.
         own = text_config.floor_scale - 1
         limit = "floor_scale - 1, beyond which requests would share one request's query scales:"
+    switch = longest_without_switch(text_config)
+    if switch is not None and (own is None or switch < own):
+        own = switch
+        limit = "the length at which the model's rotary factors switch:"
     if config.context_length is not None:
         if own is not None and config.context_length > own:
             raise ConfigurationError(

@@ -14,9 +14,14 @@ from radix_rl.engines.embedded.capture.indexers import attach_indexers
 from radix_rl.engines.embedded.capture.rows import RowCapture
 from radix_rl.engines.embedded.forward.model import LoadedModel, counts_positions_in_cache
 from radix_rl.engines.embedded.forward.segments import CPU_WORTH_A_CUT_BYTES, cut_segments
-from radix_rl.engines.embedded.forward.step_cache import ProbeCache, StepCache, allocate_layers
+from radix_rl.engines.embedded.forward.step_cache import (
+    LayerTensors,
+    ProbeCache,
+    StepCache,
+    allocate_layers,
+)
 from radix_rl.engines.embedded.schedule.sequence import Sequence, SequenceState
-from radix_rl.engines.embedded.step import ForwardStep, Segment, running_step
+from radix_rl.engines.embedded.step import ForwardStep, running_step
 from radix_rl.errors import ConfigurationError
 from radix_rl.routers.find import find_routers
 
@@ -48,7 +53,8 @@ class ModelRunner:
         self.cache = SlotCache(capacity_tokens=kv_cache_tokens, device=self.device)
         self.captures: dict[str, RowCapture] = {}
         """Field name of TokenOutputStash -> its capture."""
-        self._layers = allocate_layers(self.cache, self._probe())
+        self._probed = self._probe()
+        self._layers = self.new_layers(self.cache)
         has_indexers = any(layer.indexer_key is not None for layer in self._layers.values())
         self.mixes_lengths = not has_indexers and not counts_positions_in_cache(loaded.text_config)
         """Whether a step may hold requests with unequal numbers of tokens, in one row: indexers want a row
@@ -72,27 +78,9 @@ class ModelRunner:
             )
         return probe
 
-    @torch.inference_mode()
-    def try_a_step(self) -> None:
-        """Two tokens of one request: a model that cannot be run in steps says so before any is served."""
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-        positions = torch.arange(2, device=self.device)[None]
-        slots = self._slot_numbers[:1].expand(2)
-        step = ForwardStep(
-            cache=self.cache,
-            segments=[Segment(0, 1, 2, 2)],
-            input_ids=tokens,
-            positions=positions,
-            slots=slots,
-        )
-        try:
-            self._run(step, {})
-        except Exception as error:
-            raise ConfigurationError(
-                f"{type(self.model).__name__} does not run in the embedded engine: {error}"
-            ) from error
-        for tensor in self.cache.tensors:
-            tensor.slots[0, :, :2].zero_()
+    def new_layers(self, cache: SlotCache) -> dict[int, LayerTensors]:
+        """Memory in `cache` for all that the model caches."""
+        return allocate_layers(cache, self._probed)
 
     def capture_routed_experts(self, num_experts: int, top_k: int) -> None:
         """Hook every router of the target model. Raises ConfigurationError if there is none or one is
@@ -133,7 +121,7 @@ class ModelRunner:
         # Of a row of several segments the tokens that end a request; of one segment the last column.
         last = torch.from_numpy(np.cumsum(lengths) - 1).to(self.device) if len(step.segments) > 1 else None
         kwargs = {"logits_to_keep": 1 if last is None else last} if self._keeps_last_logits else {}
-        logits = self._run(step, kwargs)
+        logits = self.run(step, self._layers, **kwargs)
         for capture in self.captures.values():
             capture.store(step)
         for sequence, length in zip(sequences, lengths, strict=True):
@@ -142,13 +130,16 @@ class ModelRunner:
             return logits[:, -1]
         return logits[0] if self._keeps_last_logits else logits[0, last]
 
-    def _run(self, step: ForwardStep, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Logits `[b, S, vocab]`, or of the columns that `kwargs` choose."""
+    def run(self, step: ForwardStep, layers: dict[int, LayerTensors], **kwargs: Any) -> torch.Tensor:
+        """One forward pass over the memory of `layers`.
+
+        Returns logits `[b, S, vocab]`, or of the columns that `kwargs` choose.
+        """
         with running_step(step):
             output = self.model(
                 input_ids=step.input_ids,
                 position_ids=step.positions,
-                past_key_values=StepCache(self._layers, step),
+                past_key_values=StepCache(layers, step),
                 use_cache=True,
                 **kwargs,
             )
