@@ -125,3 +125,14 @@ async def test_families_of_other_kinds_pass_the_trial(name, engine_of, prompt, r
             logprobs = model(ids).logits[0, len(request.input_ids) - 1 : -1].log_softmax(-1)
         expected = logprobs.gather(1, torch.tensor(output.output_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(output.output_logprobs), expected, atol=2e-4, rtol=0)
+
+
+async def test_a_model_that_wants_a_cache_of_its_own_is_refused_by_name(engine_of):
+    model = tf.MiniMaxForCausalLM(
+        tf.MiniMaxConfig(
+            **SIZES, layer_types=["full_attention"] * 2, num_local_experts=2, num_experts_per_tok=1
+        )
+    )
+    with pytest.raises(ConfigurationError, match="MiniMaxForCausalLM does not run with the embedded engine"):
+        async with engine_of(model):
+            pass

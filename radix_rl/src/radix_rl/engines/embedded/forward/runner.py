@@ -70,8 +70,13 @@ class ModelRunner:
     def _probe(self) -> ProbeCache:
         probe = ProbeCache()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        with torch.inference_mode():
-            self.model(input_ids=token, position_ids=token, past_key_values=probe, use_cache=True)
+        try:
+            with torch.inference_mode():
+                self.model(input_ids=token, position_ids=token, past_key_values=probe, use_cache=True)
+        except Exception as error:
+            raise ConfigurationError(
+                f"{type(self.model).__name__} does not run with the embedded engine's cache: {error}"
+            ) from error
         if not probe.shapes:
             raise ConfigurationError(
                 f"{type(self.model).__name__} does not use the key-value cache it is given"
