@@ -274,6 +274,31 @@ def test_recomputation_in_the_backward_pass_sees_the_same_experts(make_model, ma
         torch.testing.assert_close(plain, recomputed)
 
 
+def test_recomputation_keeps_what_rows_without_a_record_chose_in_the_forward_pass(make_model, make_samples):
+    model = make_model()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        module.training = bool(getattr(module, "gradient_checkpointing", False))
+    samples = record_live(model, make_samples())
+    samples[0].routed_experts[2] = -1
+    routers = find_replayed_routers(model)
+    replay = RouterReplay(model)
+    batch = collate(samples, CPU)
+    seen = {layer: [] for layer in routers}
+    with replay.microbatch(batch, ReplayCounts()):
+        for layer, (_, router) in routers.items():
+            router.register_forward_hook(lambda _m, _a, output, layer=layer: seen[layer].append(output[2]))
+        logprobs = response_logprobs(model, batch, SAMPLING)
+        replay.forward_finished()
+        with torch.no_grad():
+            for _, router in routers.values():
+                router.weight.neg_()
+        logprobs.sum().backward()
+    for first, again in seen.values():
+        assert (first >= 0).all()
+        assert torch.equal(first, again)
+
+
 def test_padding_and_last_tokens_are_spread_evenly_over_the_experts(make_model, make_samples):
     model = make_model()
     samples = make_samples()

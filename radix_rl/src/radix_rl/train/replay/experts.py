@@ -52,7 +52,10 @@ class RouterReplay(HookedReplay[_Experts]):
     ) -> RouterOutput:
         logits, weights, _ = output
         recorded, live = self._matching(number, output, binding)
-        chosen = torch.where(recorded >= 0, recorded, live) if binding.has_live_rows else recorded
+        if binding.has_live_rows:
+            # Kept for the recomputation of a checkpointed layer, whose router may round to other experts.
+            binding.experts[number] = torch.where(recorded >= 0, recorded, live)
+        chosen = binding.experts[number]
         kind = self._routers[number].kind
         return logits, kind.weights(module, logits, chosen).to(weights.dtype), chosen
 

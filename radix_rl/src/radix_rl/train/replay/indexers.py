@@ -52,7 +52,10 @@ class IndexerReplay(HookedReplay[_Positions]):
         # A short batch has fewer keys than the indexer may keep: naming one twice changes nothing.
         missing = recorded.shape[-1] - output.shape[-1]
         live = torch.cat([output, output[..., :1].expand(-1, -1, missing)], dim=-1)
-        return torch.where(recorded >= 0, recorded.to(live.dtype), live)
+        chosen = torch.where(recorded >= 0, recorded, live.to(recorded.dtype))
+        # Kept for the recomputation of a checkpointed layer, whose indexer may round to other positions.
+        binding.positions_btik[:, :, number] = chosen
+        return chosen.to(output.dtype)
 
     def _add_disagreeing(self, counts: ReplayCounts, number: int) -> None:
         counts.indexer_disagreeing += number
