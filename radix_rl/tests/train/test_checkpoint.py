@@ -8,9 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from radix_rl.errors import ConfigurationError
+from radix_rl.train import checkpoint
 from radix_rl.train.checkpoint import RunState, find_checkpoint, restore_worker, save_checkpoint, try_saving
 from radix_rl.train.worker import PolicyWorker
 
@@ -99,6 +101,29 @@ def test_a_model_that_cannot_be_saved_is_told_before_it_is_trained(make_model, t
     with pytest.raises(ConfigurationError, match=r"a checkpoint of .* could not be saved: refused"):
         try_saving(model, tmp_path / "run", files_from=tmp_path)
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_tied_weights_that_share_no_memory_are_saved_once(make_config, tmp_path, monkeypatch):
+    """As they come when they were gathered from several ranks."""
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+            tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    worker = PolicyWorker(make_config(train={"replay_routed_experts": False}), model)
+    gathered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert "lm_head.weight" in gathered
+    monkeypatch.setattr(checkpoint, "get_model_state_dict", lambda *_, **__: gathered)
+    path = save_checkpoint(
+        tmp_path / "checkpoints",
+        worker,
+        RunState(step=1, next_problem=0, optimizer_steps=1),
+        keep=1,
+        tokenizer_from=tmp_path,
+    )
+    saved = load_file(path / "model" / "model.safetensors")
+    assert saved.keys() == gathered.keys() - {"lm_head.weight"}
 
 
 def test_a_checkpoint_runs_no_code(checkpoints, make_config, make_model, monkeypatch):

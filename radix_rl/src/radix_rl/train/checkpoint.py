@@ -95,7 +95,7 @@ def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Any], *,
     generation_config = model.generation_config
     model.generation_config = GenerationConfig()
     try:
-        model.save_pretrained(folder, state_dict=weights)
+        model.save_pretrained(folder, state_dict=_untied(model, weights))
     finally:
         model.generation_config = generation_config
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -119,6 +119,15 @@ def try_saving(model: PreTrainedModel, output_dir: Path, *, files_from: Path) ->
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _untied(model: PreTrainedModel, weights: dict[str, Any]) -> dict[str, Any]:
+    """The weights without those that the model ties to others.
+
+    transformers tells them by their shared memory, which weights gathered from several ranks do not have.
+    """
+    tied = model.all_tied_weights_keys
+    return {name: weight for name, weight in weights.items() if tied.get(name) not in weights}
 
 
 def find_checkpoint(resume: str | Path, directory: Path) -> Path | None:
