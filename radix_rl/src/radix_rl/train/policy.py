@@ -57,7 +57,9 @@ def _checkpoint_layers(policy: PreTrainedModel) -> None:
 
     Raises ConfigurationError for a model whose layers cannot.
     """
-    layers = [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[Any] = [
+        module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not policy.supports_gradient_checkpointing or not layers:
         raise ConfigurationError(
             f"train.gradient_checkpointing: {type(policy).__name__} has no layers that can be recomputed; "
