@@ -1,5 +1,6 @@
-"""Options of the whole suite; and the real packages, loaded before pytest names test modules after their
-folders.
+"""Options of the whole suite, and the real packages under their names.
+
+They are loaded before pytest names test modules after their folders.
 
 The folders bear the packages' names, so that a test module imported first would take the package's place.
 """

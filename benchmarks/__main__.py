@@ -1,6 +1,4 @@
-"""Runs benchmarks one after the other, each in a process of its own, and holds their figures against their
-bars.
-"""
+"""Runs benchmarks, each in a process of its own, and holds their figures against their bars."""
 
 import argparse
 import importlib

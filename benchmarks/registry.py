@@ -1,5 +1,6 @@
-"""Every benchmark: its name, and the module whose `run()` returns its results. A new one is a file and a
-line here.
+"""Every benchmark: its name, and the module whose `run()` returns its results.
+
+A new one is a file and a line here.
 """
 
 BENCHMARKS = {

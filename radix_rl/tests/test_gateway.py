@@ -304,8 +304,10 @@ asyncio.run(main())
 def test_server_killed_under_load_costs_no_answer(
     backends: list[Backend], start_gateway: Callable[..., Gateway]
 ) -> None:
-    """Neither when it dies nor when the checks notice: then, a request may be on its way from it to
-    another."""
+    """A request on its way from a dead server to another is not lost.
+
+    Neither when the server dies nor when the checks notice.
+    """
     command = [sys.executable, "-c", _KILLED_PROGRAM]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,5 +1,6 @@
-"""The mooncake backend against a real master: configuration, set-up failures, buffers, what Mooncake leaves
-out.
+"""The mooncake backend against a real master.
+
+Configuration, set-up failures, buffers, and what Mooncake leaves out.
 """
 
 import importlib

@@ -141,8 +141,9 @@ def test_plugin() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def with_test_plugin() -> dict[str, str]:
-    """Environment variables by which servers find it, and the sources of this checkout: the environments may
-    have been built from another one.
+    """Environment variables by which servers find the test plugin and these sources.
+
+    The environments may have been built from another checkout.
     """
     sources = [HERE.parents[1] / name / "src" for name in ("radix_engine_plugins", "radix_transfer_plugins")]
     return {"PYTHONPATH": os.pathsep.join(map(str, [PLUGIN_FOLDER, *sources]))}
@@ -216,8 +217,10 @@ def tiny_moe_dense_first(save_tiny_moe: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def full_forward() -> Callable[[Path], Callable[[list[int]], np.ndarray]]:
-    """`full_forward(model)(token_ids)`: experts `[tokens, layers, top_k]` int32 that one Hugging Face forward
-    in float32 over these tokens picks; -1 in layers that do not route."""
+    """`full_forward(model)(token_ids)`: experts `[tokens, layers, top_k]` int32.
+
+    One Hugging Face forward in float32 over these tokens picks them; -1 in layers that do not route.
+    """
 
     def of_model(folder: Path) -> Callable[[list[int]], np.ndarray]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -257,7 +260,9 @@ def start_sglang(
     sglang_python: str, unused_models: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Any]:
     """`with start_sglang(model, *flags, environment={}) as server`: ready to serve, gone afterwards.
-    `console`: by the command `sglang serve`, else by its module."""
+
+    `console`: by the command `sglang serve`, else by its module.
+    """
 
     @contextmanager
     def start(
@@ -316,7 +321,9 @@ def start_vllm(
     vllm_python: str, vllm_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Any]:
     """`with start_vllm(model, *flags, environment={}) as server`: ready to serve, gone afterwards.
-    `console`: by the command `vllm serve`, else by its module."""
+
+    `console`: by the command `vllm serve`, else by its module.
+    """
 
     @contextmanager
     def start(
@@ -379,8 +386,10 @@ def wait_until() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def killed_client(wait_until: Callable[..., None]) -> Callable[..., None]:
-    """`killed_client(url, path, body, kill_when)`: a process of its own that sends a request and is killed
-    while it waits for the answer."""
+    """`killed_client(url, path, body, kill_when)` sends a request and is killed.
+
+    It is a process of its own, killed while it waits for the answer.
+    """
 
     def run(url: str, path: str, body: dict[str, Any], kill_when: Callable[[], bool]) -> None:
         host, port = url.removeprefix("http://").split(":")

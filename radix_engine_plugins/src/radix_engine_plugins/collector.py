@@ -11,9 +11,11 @@ _FIRST_CAPACITY_ROWS = 64
 
 
 class _GrowingArray:
-    """Rows appended to one array that doubles when full. Rows once written are never changed or moved under
-    a reader:
-    `first` gives views, and growth copies to new memory."""
+    """Rows appended to one array that doubles when full.
+
+    Rows once written are never changed or moved under a reader: `first` gives views, and growth copies to new
+    memory.
+    """
 
     def __init__(self, row_shape: tuple[int, ...], dtype: type[np.generic], capacity_rows: int) -> None:
         self.row_shape = row_shape
@@ -69,9 +71,8 @@ class _TokenRows:
     def until(self, end_row: int) -> np.ndarray:
         if end_row > self.end_row:
             raise ValueError(
-                f"{self.field}: {end_row} tokens went through the model, but only {self.end_row} rows "
-                f"were collected; "
-                f"rows are never padded, so the engine's capture lost some"
+                f"{self.field}: {end_row} tokens went through the model, but only {self.end_row} rows were "
+                "collected; rows are never padded, so the engine's capture lost some"
             )
         return self._kept.first(max(end_row - self.start_row, 0))
 
@@ -144,8 +145,9 @@ class TokenOutputCollector:
         lengths.append(np.array([len(token_ids)], np.int32))
 
     def to_stash(self, num_tokens_forwarded: int) -> TokenOutputStash:
-        """Exactly the rows [start_row, num_tokens_forwarded). ValueError if fewer were collected: rows are
-        never padded.
+        """Exactly the rows [start_row, num_tokens_forwarded).
+
+        ValueError if fewer were collected: rows are never padded.
 
         The arrays are views of this collector's memory that later additions never change.
         """

@@ -7,8 +7,9 @@ LOGPROB_FLOOR = -9999.0
 
 
 def floored(logprobs: np.ndarray) -> tuple[np.ndarray, int]:
-    """`logprobs` of any shape, float32, and how many of them became the floor. The array itself if all are
-    finite, else a copy.
+    """`logprobs` of any shape, float32, and how many of them became the floor.
+
+    The array itself if all are finite, else a copy.
     """
     finite = np.isfinite(logprobs)
     if finite.all():

@@ -1,5 +1,6 @@
-"""`PutQueue`: stashes on their way into the store. What waits is put together, on a bounded number of
-threads.
+"""`PutQueue`: stashes on their way into the store.
+
+What waits is put together, on a bounded number of threads.
 """
 
 import asyncio
@@ -51,7 +52,9 @@ class Put:
 
 
 class PutQueue:
-    """`put_all` puts what it is given and sets every result, or gives it to `put_alone`; it runs on one of
+    """Stashes on their way into the store, and the threads that put them.
+
+    `put_all` puts what it is given and sets every result, or gives it to `put_alone`; it runs on one of
     `num_threads` threads.
 
     A thread takes what waits, up to TOGETHER_BYTES, and leaves the rest to the next one.

@@ -15,8 +15,9 @@ class StoreSession:
     """What every engine's session has; each engine adds what it captures."""
 
     def __init__(self, settings: StoreSettings, text_config: Any) -> None:
-        """`text_config`: the model's, by which codecs are chosen. Raises the store's errors when it cannot be
-        reached.
+        """`text_config`: the model's, by which codecs are chosen.
+
+        Raises the store's errors when it cannot be reached.
         """
         self.settings = settings
         backend = create_backend(settings.backend, settings.config)

@@ -21,8 +21,9 @@ _LAST_WRITES_S = 1.0
 
 
 class OutputStoreWriter:
-    """Bounded number of concurrent puts on threads of its own, small ones together; nothing here blocks the
-    event loop.
+    """Puts stashes on a bounded number of threads, small ones together.
+
+    Nothing here blocks the event loop.
 
     Ownership: `write` returned a reference -> the caller owns the object and calls `discard` if the
     reference never reaches its client. `write` raised or was cancelled, at any moment -> the writer removes
@@ -36,8 +37,9 @@ class OutputStoreWriter:
     def __init__(
         self, store: OutputStore, *, max_concurrent_puts: int = 4, metrics: OutputStoreMetrics | None = None
     ) -> None:
-        """The writer owns `store` from here on and closes it. `metrics` default to a registry of the
-        writer's own.
+        """The writer owns `store` from here on and closes it.
+
+        `metrics` default to a registry of the writer's own.
         """
         if max_concurrent_puts < 1:
             raise ValueError(f"max_concurrent_puts: expected 1 or more, got {max_concurrent_puts!r}")
@@ -80,8 +82,9 @@ class OutputStoreWriter:
             self._writes.discard(put)
 
     def discard(self, refs: Sequence[StoreRef]) -> None:
-        """Delete in the background objects whose reference was never handed over; failures are logged and
-        counted.
+        """Delete in the background objects whose reference was never handed over.
+
+        Failures are logged and counted.
         """
         refs = list(refs)
         if not refs:

@@ -10,8 +10,11 @@ from radix_rl.errors import ConfigurationError
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The `num_hidden_layers` decoder layers of the model, in order; layers beyond them (multi-token
-    prediction) are left out. Raises ConfigurationError for a model without such a list."""
+    """The `num_hidden_layers` decoder layers of the model, in order.
+
+    Layers beyond them (multi-token prediction) are left out. Raises ConfigurationError for a model without
+    such a list.
+    """
     count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
     named = [
         (name, module)

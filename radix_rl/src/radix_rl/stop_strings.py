@@ -30,7 +30,8 @@ def first_stop_across(
 
 
 def _window(stops: Sequence[str]) -> int:
-    """Tokens that hold any match which ends at the last of them: each decodes to at least part of one
-    character, of four bytes at most.
+    """Number of tokens that hold any match which ends at the last of them.
+
+    Each decodes to at least part of one character, of four bytes at most.
     """
     return 4 * max(len(stop) for stop in stops) + 1

@@ -46,8 +46,8 @@ def test_help_names_every_command():
 
 def test_help_is_quick_because_it_loads_no_model_library():
     code = (
-        "import sys; import radix_rl.cli.main; "
-        "assert not {'torch', 'transformers', 'matplotlib', 'uvicorn'} & set(sys.modules), 'heavy import'"
+        "import sys; import radix_rl.cli.main; assert not {'torch', 'transformers', 'matplotlib', "
+        "'uvicorn'} & set(sys.modules), 'heavy import'"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 

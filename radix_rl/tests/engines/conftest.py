@@ -176,8 +176,10 @@ def memory_store():
 
 @pytest.fixture
 async def serve(memory_store) -> AsyncIterator[Callable[..., Any]]:
-    """`await serve()` starts a server; keywords replace its settings; `with_store=False` leaves the store
-    out."""
+    """`await serve()` starts a server.
+
+    Keywords replace its settings; `with_store=False` leaves the store out.
+    """
     _, config = memory_store
     async with contextlib.AsyncExitStack() as stack:
 

@@ -1,5 +1,7 @@
-"""What every engine promises, asked of each: the embedded one, the same behind HTTP, both in a pool, and the
-scripted one."""
+"""What every engine promises, asked of each.
+
+The embedded one, the same behind HTTP, both in a pool, and the scripted one.
+"""
 
 import asyncio
 import contextlib

@@ -1,5 +1,7 @@
-"""A scripted engine whose replay rows tell where they come from, and a store that counts its backend's
-reads."""
+"""A scripted engine, and a store that counts its backend's reads.
+
+The engine's replay rows tell where they come from.
+"""
 
 import asyncio
 import uuid
@@ -134,8 +136,10 @@ def rows() -> Callable[[int, int], np.ndarray]:
 
 @pytest.fixture
 def ask() -> Callable[..., GenerateRequest]:
-    """A request over tokens 1..n that asks for routed experts through the store; keywords replace its
-    fields."""
+    """A request over tokens 1..n that asks for routed experts through the store.
+
+    Keywords replace its fields.
+    """
 
     def make(num_tokens: int, **changes: object) -> GenerateRequest:
         fields: dict = {

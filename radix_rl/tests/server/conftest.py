@@ -415,8 +415,9 @@ class AsgiExchange:
     async def run(
         self, *, stream: bool, fail_at: int | None = None, leave_after: int | None = None
     ) -> list[dict[str, Any]]:
-        """The messages sent. Sending message number `fail_at` raises; the client leaves after number
-        `leave_after`.
+        """The messages sent.
+
+        Sending message number `fail_at` raises; the client leaves after number `leave_after`.
         """
         body = json.dumps(
             {

@@ -69,8 +69,8 @@ def test_the_unrecorded_share_is_that_of_the_step_however_it_is_packed(
 
     assert metrics["replay/unrecorded_share"] == pytest.approx(2 / total)
     message = (
-        f"2 of {total} token rows of this step have no recorded experts, .*max_unrecorded_share.*"
-        f"of sample {samples[1].name} 2 of {samples[1].num_tokens - 1}"
+        f"2 of {total} token rows of this step have no recorded experts, .*max_unrecorded_share.*of sample "
+        f"{samples[1].name} 2 of {samples[1].num_tokens - 1}"
     )
     with pytest.raises(ReplayError, match=message):
         parameters_after_step(configs["refused"], make_model(), [samples[:2], samples[2:]])

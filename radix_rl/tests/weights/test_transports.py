@@ -55,8 +55,10 @@ def model_path(model, tmp_path_factory):
 
 @pytest.fixture
 async def serve(make_engine):
-    """Servers on this event loop, each over an engine that keeps what it is sent; a client and the
-    application of each."""
+    """Servers on this event loop, with a client and the application of each.
+
+    Each is over an engine that keeps what it is sent.
+    """
     started = []
 
     async def start(timeout_s=30.0, host="127.0.0.1"):

@@ -18,8 +18,10 @@ class ClassRegistry(Generic[T]):
     """
 
     def __init__(self, kind: str, base: type[T], *, group: str, builtin: Mapping[str, str]) -> None:
-        """`kind`: the word for it in errors. `base`: what every class derives from, with its `name`.
-        `group`: of the entry points. `builtin`: name -> "module:Class".
+        """`kind`: the word for it in errors.
+
+        `base`: what every class derives from, with its `name`. `group`: of the entry points. `builtin`: name
+        -> "module:Class".
         """
         self._kind = kind
         self._base = base

@@ -40,8 +40,7 @@ def check_prefix(key_prefix: object) -> str:
         return key_prefix
     raise ConfigError(
         f"key_prefix: expected at most {MAX_KEY_LENGTH // 2} characters as in 'run-1/output-store' "
-        f"({KEY_RULE}), "
-        f"got {key_prefix!r}"
+        f"({KEY_RULE}), got {key_prefix!r}"
     )
 
 
@@ -49,9 +48,8 @@ def require_inside(key: str, key_prefix: str) -> None:
     """Raises KeyOutsidePrefixError unless `key` is the prefix, a slash and at least one segment more."""
     if not (is_key(key) and key.startswith(key_prefix + "/")):
         raise KeyOutsidePrefixError(
-            f"the reference's key {key!r} lies outside this store's key prefix {key_prefix!r}; it is "
-            "neither read nor "
-            "deleted. If the writer is yours, give both sides the same key_prefix"
+            f"the reference's key {key!r} lies outside this store's key prefix {key_prefix!r}; it is neither "
+            "read nor deleted. If the writer is yours, give both sides the same key_prefix"
         )
 
 

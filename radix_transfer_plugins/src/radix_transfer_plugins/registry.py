@@ -93,6 +93,6 @@ def create_backend(
         return cls.from_existing(config) if existing else cls.from_config(config)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"backend {name!r} needs the module {error.name!r}, which is not installed; "
-            f"pip install 'radix-transfer-plugins[{name}]'"
+            f"backend {name!r} needs the module {error.name!r}, which is not installed; pip install "
+            f"'radix-transfer-plugins[{name}]'"
         ) from error

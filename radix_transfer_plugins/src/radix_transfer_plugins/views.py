@@ -21,8 +21,7 @@ class Loan:
 def _refuse(*_: object, **__: object) -> NoReturn:
     raise ReleasedViewError(
         "this array was a view inside `with store.get_many(...)`, which has ended; copy what is needed "
-        "inside the block, "
-        "or use read_many"
+        "inside the block, or use read_many"
     )
 
 

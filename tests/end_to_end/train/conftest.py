@@ -1,5 +1,7 @@
-"""A tiny mixture-of-experts model on disk, an environment it can learn, a configuration that trains
-it, and servers of it."""
+"""A tiny mixture-of-experts model on disk, and what trains and serves it.
+
+An environment that it can learn, a configuration, and servers.
+"""
 
 import re
 import subprocess
@@ -75,8 +77,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sparse_attention_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GLM-MoE-DSA: a dense layer and two MoE layers; an indexer that keeps 4 keys, the second layer shares
-    the first one's choice."""
+    """GLM-MoE-DSA: a dense layer, two MoE layers, and an indexer that keeps 4 keys.
+
+    The second layer shares the first one's choice.
+    """
     config = GlmMoeDsaConfig(
         **SHAPE,
         num_key_value_heads=4,

@@ -36,8 +36,9 @@ def server(start_store_server: Callable[..., Any]) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def num_running() -> Callable[[Any], int]:
-    """`num_running(server)`: requests past their prefill; each has a token at least. The server may tell of
-    an ended one for a moment longer: wait for 0 before a new one.
+    """`num_running(server)`: requests past their prefill; each has a token at least.
+
+    The server may tell of an ended one for a moment longer: wait for 0 before a new one.
     """
 
     def count(server: Any) -> int:

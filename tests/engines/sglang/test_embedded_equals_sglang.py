@@ -434,8 +434,10 @@ def parts_of(events: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 
 
 def by_sequence(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a stream says of each of its sequences, which may take turns in any order, in events that may each
-    hold any number of tokens."""
+    """Join what a stream says of each of its sequences.
+
+    They may take turns in any order, in events that may each hold any number of tokens.
+    """
     is_openai = "choices" in events[0]
     said: dict[str, Any] = {"after": [event for event in events if is_openai and not event["choices"]]}
     for index, (first, *middle, last) in parts_of(events).items():

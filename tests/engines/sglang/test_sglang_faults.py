@@ -1,5 +1,6 @@
-"""Faults around one server: the client leaves, the store fails. Nothing is left
-behind.
+"""Faults around one server: the client leaves, the store fails.
+
+Nothing is left behind.
 """
 
 import threading

@@ -1,5 +1,7 @@
-"""Mooncake as the store and several front-end processes, each with a client of its own; then the store goes
-down."""
+"""Mooncake as the store and several front-end processes; then the store goes down.
+
+Each process has a client of its own.
+"""
 
 import json
 from collections.abc import Callable, Iterator

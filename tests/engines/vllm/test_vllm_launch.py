@@ -110,8 +110,10 @@ def launches(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[str]:
     """Lines that the program printed; one process, since importing vLLM is what takes its time.
+
     `create_engine_config` is what every launch does before it starts processes or loads a model.
-    `VLLM_PLUGINS` is not set, so vLLM loads this plugin, but not its routes."""
+    `VLLM_PLUGINS` is not set, so vLLM loads this plugin, but not its routes.
+    """
     environment = {**vllm_environment, "PATH": "/usr/bin:/bin"}
     environment.pop("VLLM_PLUGINS")
     done = subprocess.run(

@@ -1,5 +1,7 @@
-"""The command `vllm serve`, two API servers, each with a Mooncake client of its own, and two tensor-parallel
-workers; then the store goes down."""
+"""`vllm serve` with two API servers and two tensor-parallel workers over Mooncake.
+
+Each API server has a Mooncake client of its own; then the store goes down.
+"""
 
 import os
 import time

@@ -122,8 +122,10 @@ def _blank_layers_that_do_not_route(rows: np.ndarray, model_worker: Any) -> None
 
 @functools.lru_cache(maxsize=1)
 def _routing_layers(model_worker: Any) -> frozenset[int]:
-    """Global numbers of the layers whose router is captured. ValueError for a router that SGLang does not
-    capture."""
+    """Global numbers of the layers whose router is captured.
+
+    ValueError for a router that SGLang does not capture.
+    """
     from sglang.srt.layers.moe.hash_topk import HashTopK
     from sglang.srt.layers.moe.topk import TopK
 

@@ -1,5 +1,6 @@
-"""The reference in chat answers: `choices[].meta_info.output_store_ref`; in a stream, in each choice's
-finish chunk.
+"""The reference in chat answers: `choices[].meta_info.output_store_ref`.
+
+In a stream it is in each choice's finish chunk.
 
 Hooks:
 - AROUND `OpenAIServingChat._convert_to_internal_request`: carries the field on. Asking for a reference asks

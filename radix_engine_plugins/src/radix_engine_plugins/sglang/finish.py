@@ -89,8 +89,10 @@ def _delivers(meta_info: dict[str, Any]) -> bool:
 async def _put(
     session: StoreSession, obj: Any, outputs: RequestOutputs, meta_info: dict[str, Any]
 ) -> StoreRef | None:
-    """None: there is nothing to store. Raises the error that fails the request; then nothing is left in the
-    store."""
+    """None: there is nothing to store.
+
+    Raises the error that fails the request; then nothing is left in the store.
+    """
     mask_mode = (obj.sampling_logprobs_mode or "selected") if obj.return_sampling_mask else None
     aborted = meta_info["finish_reason"]["type"] == "abort"
     asked = [name for name in _ROWS if getattr(obj, f"return_{name}")]

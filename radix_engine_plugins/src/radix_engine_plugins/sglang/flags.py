@@ -1,5 +1,6 @@
-"""`--output-store-backend NAME --output-store-backend-extra-config JSON`, and the same for
-`sglang.Engine(...)`.
+"""`--output-store-backend NAME --output-store-backend-extra-config JSON`.
+
+And the same for `sglang.Engine(...)`.
 
 Hooks, the only ones on a server without the flags:
 - AFTER `ServerArgs.add_cli_args`, AROUND `ServerArgs.from_cli_args`: SGLang's parser has no place for
@@ -95,8 +96,10 @@ def launch_subprocesses(
 
 
 def _use_worker_app() -> None:
-    """Workers of `--tokenizer-worker-num N` import this app instead of SGLang's; a single front end does
-    not read it."""
+    """Make workers of `--tokenizer-worker-num N` import this app instead of SGLang's.
+
+    A single front end does not read it.
+    """
     from sglang.srt.environ import envs
 
     path = envs.SGLANG_HTTP_SERVER_APP_PATH

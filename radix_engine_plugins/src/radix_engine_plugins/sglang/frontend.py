@@ -1,5 +1,6 @@
-"""All hooks of a process that talks to clients: the launcher with one front end, `sglang.Engine`, and every
-worker of `--tokenizer-worker-num N`.
+"""All hooks of a process that talks to clients.
+
+The launcher with one front end, `sglang.Engine`, and every worker of `--tokenizer-worker-num N`.
 """
 
 from radix_engine_plugins.sglang import (

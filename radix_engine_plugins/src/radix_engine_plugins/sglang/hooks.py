@@ -21,8 +21,10 @@ _applied: set[str] = set()
 
 
 def register(hooks: Sequence[Hook]) -> None:
-    """While plugins load: SGLang applies them afterwards, in order with other plugins' hooks. RuntimeError
-    if a target does not exist."""
+    """While plugins load: SGLang applies them afterwards, in order with other plugins' hooks.
+
+    RuntimeError if a target does not exist.
+    """
     for target, function, kind in hooks:
         _require(target)
         HookRegistry.register(target, function, kind, source=_SOURCE)

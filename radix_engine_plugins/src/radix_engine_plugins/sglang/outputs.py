@@ -30,8 +30,10 @@ class MaskChunk(NamedTuple):
 
 @dataclass
 class RequestOutputs:
-    """Owned by the request's ReqState; filled by the tokenizer's receive loop, read after the last output
-    came."""
+    """Replay outputs of one request that have arrived.
+
+    Owned by the request's ReqState; filled by the tokenizer's receive loop, read after the last output came.
+    """
 
     rows: dict[str, PackedRows] = field(default_factory=dict)
     """By field of TokenOutputStash."""
@@ -44,8 +46,10 @@ class RequestOutputs:
     def to_stash(
         self, experts_codec: Codec, mask_mode: str | None
     ) -> tuple[TokenOutputStash, dict[str, int]]:
-        """The stash and its start rows. `mask_mode`: "selected", "support" or None for no mask. Raises
-        ValueError."""
+        """The stash and its start rows.
+
+        `mask_mode`: "selected", "support" or None for no mask. Raises ValueError.
+        """
         if self.error is not None:
             raise ValueError(self.error)
         fields: dict[str, np.ndarray] = {}

@@ -1,5 +1,6 @@
-"""Entry point of group `sglang.srt.plugins`. SGLang calls `activate` early in the launcher and in every
-child process.
+"""Entry point of group `sglang.srt.plugins`.
+
+SGLang calls `activate` early in the launcher and in every child process.
 
 An SGLang plugin that raises is only logged and the server starts without it, so a client must ask
 `/server_info` whether the store is on before it relies on `return_outputs_via_store`.

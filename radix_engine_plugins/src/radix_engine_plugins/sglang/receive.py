@@ -27,8 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class TakenMask:
-    """Stands in for a mask that the store gets: tells SGLang the log-probabilities that stay in
-    `meta_info`."""
+    """Placeholder for a mask that goes to the store.
+
+    Tells SGLang the log-probabilities that stay in `meta_info`.
+    """
 
     def __init__(self, selected_logprobs: list[float]) -> None:
         self._selected_logprobs = selected_logprobs

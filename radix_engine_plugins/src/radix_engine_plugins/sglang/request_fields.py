@@ -43,8 +43,10 @@ def opted_in(obj: Any) -> bool:
 
 
 def root_of(obj: Any) -> Any | None:
-    """The client's request that this item of a batch belongs to; None: it is no item. Copies keep the
-    link."""
+    """The client's request that this item of a batch belongs to; None: it is no item.
+
+    Copies keep the link.
+    """
     return obj.__dict__.get("radix_root")
 
 

@@ -1,5 +1,6 @@
-"""`/server_info` says that the store is on, where, and by which version, so that a client can refuse a
-server which would ignore `return_outputs_via_store`.
+"""`/server_info` says that the store is on, where, and by which version.
+
+A client can so refuse a server which would ignore `return_outputs_via_store`.
 
 Hook: AROUND `utils.common.build_server_info`, the one function behind the HTTP route of single and multiple
 front ends.

@@ -25,8 +25,11 @@ def is_marked(sampling_params: Any) -> bool:
 
 
 class PackedRows(NamedTuple):
-    """One field of one request, encoded by the codec that both sides take from the model's configuration: a
-    quarter of the bytes are copied over the process boundaries."""
+    """One encoded field of one request.
+
+    Both sides take the codec from the model's configuration, so that a quarter of the bytes are copied over
+    the process boundaries.
+    """
 
     field: str
     """Name in TokenOutputStash."""

@@ -1,5 +1,6 @@
-"""The output store for an unmodified vLLM, through its entry point groups `vllm.general_plugins` and
-`vllm.endpoint_plugins`.
+"""The output store for an unmodified vLLM.
+
+It is found through vLLM's entry point groups `vllm.general_plugins` and `vllm.endpoint_plugins`.
 
 All of it runs where a request's answer is built, the API server or the caller's own process; the scheduler
 and the workers are vLLM's. There, rows arrive as arrays, and serialising them is what the store saves.

@@ -1,5 +1,6 @@
-"""Entry point of group `vllm.endpoint_plugins`: what an API server needs, by vLLM's two calls for such
-plugins.
+"""Entry point of group `vllm.endpoint_plugins`, for API servers.
+
+By vLLM's two calls for such plugins.
 
 `attach_router`: the app's routes and middleware. `init_state`: the objects that handle requests; on these
 three objects of the app, not on their classes, one method each is wrapped: it reads
@@ -47,16 +48,19 @@ class OutputStoreEndpoints:
 
 
 def _wrap_outermost(app: Any) -> None:
-    """Around every other middleware, since only what leaves the last one has been sent. Middleware that is
-    added the usual way, by the server's flags for example, would come around this one.
+    """Around every other middleware, since only what leaves the last one has been sent.
+
+    Middleware that is added the usual way, by the server's flags for example, would come around this one.
     """
     build = app.build_middleware_stack
     app.build_middleware_stack = lambda: HandoverMiddleware(build())
 
 
 def _add_server_info(app: Any) -> None:
-    """`/server_info`, as other engines have it: vLLM's own, which it has in development mode only, and
-    `output_store`. There is no such key in the answer of a server that would ignore the request field.
+    """`/server_info`, as other engines have it: vLLM's own, and `output_store`.
+
+    vLLM has its own in development mode only. A server that would ignore the request field answers without
+    the key.
     """
     from fastapi import Request
 
@@ -112,8 +116,10 @@ def chat(request: Any, body: bytes | None) -> tuple[bool, ChoiceIndex]:
 
 
 def tokens(request: Any, body: bytes | None) -> tuple[bool, ChoiceIndex]:
-    """The class of these requests drops fields that it does not know, so the body is asked, if it has the
-    field."""
+    """Read the opt-in from the body, if it has the field.
+
+    The class of these requests drops fields that it does not know.
+    """
     extra_args = dict(request.sampling_params.extra_args or {})
     if OPT_IN not in extra_args and body is not None and OPT_IN.encode() in body:
         extra_args[OPT_IN] = json.loads(body).get(OPT_IN)

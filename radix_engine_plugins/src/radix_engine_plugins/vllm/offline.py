@@ -1,5 +1,6 @@
-"""LLM: outputs are put on other threads while the engine goes on, and waited for before the answers are
-returned.
+"""LLM: outputs are put on other threads while the engine goes on.
+
+They are waited for before the answers are returned.
 
 Seams:
 - `LLMEngine.add_request`: refuses what cannot be met.
@@ -75,8 +76,10 @@ def run_engine(original: Callable[..., list[Any]], llm: Any, *args: Any, **kwarg
 
 
 def _finish(engine: Any) -> None:
-    """Gives every completion its reference. Raises RuntimeError; then nothing of this run stays in the
-    store."""
+    """Gives every completion its reference.
+
+    Raises RuntimeError; then nothing of this run stays in the store.
+    """
     pending = _pending(engine)
     try:
         for completion, put in pending:

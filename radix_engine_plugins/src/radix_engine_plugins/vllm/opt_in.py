@@ -1,5 +1,7 @@
-"""Which requests opted in. The mark is an entry of `SamplingParams.extra_args`, where `vllm_xargs` of the
-HTTP API ends up and which vLLM leaves to extensions.
+"""Which requests opted in.
+
+The mark is an entry of `SamplingParams.extra_args`, where `vllm_xargs` of the HTTP API ends up and which vLLM
+leaves to extensions.
 """
 # pyright: reportMissingImports=false
 

@@ -15,8 +15,9 @@ from radix_transfer_plugins import TokenOutputStash
 
 @dataclass
 class TakenOutputs:
-    """Stands in for the rows of a `CompletionOutput`, the one value that survives when vLLM merges chunks of
-    a stream. Owned by the completion that has it.
+    """Placeholder for the rows of a `CompletionOutput`, which owns it.
+
+    It is the one value that survives when vLLM merges chunks of a stream.
     """
 
     num_tokens: int
@@ -34,8 +35,9 @@ class TakenOutputs:
     def to_stash(
         self, *, routing_layers: Sequence[int] | None, sampling_mask: bool
     ) -> tuple[TokenOutputStash, dict[str, int]]:
-        """The stash and its start rows. `routing_layers` is None if rows were not captured. Raises
-        ValueError.
+        """The stash and its start rows.
+
+        `routing_layers` is None if rows were not captured. Raises ValueError.
         """
         fields: dict[str, np.ndarray] = {}
         if routing_layers is not None:

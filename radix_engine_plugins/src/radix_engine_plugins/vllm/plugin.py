@@ -1,5 +1,6 @@
-"""Entry point of group `vllm.general_plugins`. vLLM calls `activate` in the front end, the engine core and
-each worker, before it makes any of them.
+"""Entry point of group `vllm.general_plugins`.
+
+vLLM calls `activate` in the front end, the engine core and each worker, before it makes any of them.
 
 Without `output_store` in `additional_config` the seams do one thing: a request that opts in is refused, since
 an inline answer in silence would be worse.

@@ -1,5 +1,7 @@
-"""Wraps functions of vLLM, strictly: a seam that is gone is an error that stops the launch, since a server
-without it would lose or misplace outputs.
+"""Wraps functions of vLLM, strictly.
+
+A seam that is gone is an error that stops the launch, since a server without it would lose or misplace
+outputs.
 
 vLLM may load plugins several times in one process, so wrapping the same function again does nothing.
 """

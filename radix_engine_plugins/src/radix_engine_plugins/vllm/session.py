@@ -94,8 +94,11 @@ def make_llm_engine(
 
 
 def _require_endpoints(usage_context: Any) -> None:
-    """vLLM loads endpoint plugins only by name, and its Rust front end loads none; without them references
-    would have no place in an answer."""
+    """Refuse a launch that loads no endpoint plugin.
+
+    vLLM loads them only by name, and its Rust front end loads none; without them references would have no
+    place in an answer.
+    """
     from vllm import envs
 
     if not _is_server(usage_context):

@@ -1,5 +1,6 @@
-"""`--additional-config '{"output_store": {"backend": NAME, "config": {...}}}'`, for `LLM(...)` and
-`AsyncEngineArgs(...)` the keyword argument `additional_config`.
+"""`--additional-config '{"output_store": {"backend": NAME, "config": {...}}}'`.
+
+For `LLM(...)` and `AsyncEngineArgs(...)` it is the keyword argument `additional_config`.
 
 It is vLLM's own place for the settings of plugins, and reaches each process that builds answers.
 """

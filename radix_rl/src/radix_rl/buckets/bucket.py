@@ -1,5 +1,7 @@
-"""`WeightBucket`: many named tensors flattened into one byte buffer, the unit that travels from trainer to
-engine."""
+"""`WeightBucket`: many named tensors flattened into one byte buffer.
+
+It is the unit that travels from trainer to engine.
+"""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -64,8 +66,7 @@ class WeightBucket(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             if any(size < 0 for size in spec.shape) or spec.end_byte - spec.start_byte != needed:
                 raise ValueError(
                     f"tensor {spec.name!r}: {spec.end_byte - spec.start_byte} bytes, expected {needed} for "
-                    "shape "
-                    f"{spec.shape} of {spec.dtype}"
+                    f"shape {spec.shape} of {spec.dtype}"
                 )
             if (
                 spec.start_byte < previous_end
@@ -74,8 +75,8 @@ class WeightBucket(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             ):
                 raise ValueError(
                     f"tensor {spec.name!r}: bytes [{spec.start_byte}, {spec.end_byte}) overlap the tensor "
-                    "before, leave "
-                    f"the buffer of {self.buffer.numel()} bytes or are not aligned to {item_bytes}"
+                    f"before, leave the buffer of {self.buffer.numel()} bytes or are not aligned to "
+                    f"{item_bytes}"
                 )
             previous_end = spec.end_byte
         try:
@@ -96,8 +97,9 @@ class WeightBucket(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 def pack_buckets(
     named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
 ) -> Iterator[WeightBucket]:
-    """Group tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its
-    own.
+    """Group tensors, in order, into buckets of at most `bucket_bytes`.
+
+    A larger tensor gets a bucket of its own.
 
     A tensor is never split. Each bucket is a fresh copy on its tensors' device, owned by the receiver, so
     that training may go on while it travels. Raises ValueError for a name that comes twice.

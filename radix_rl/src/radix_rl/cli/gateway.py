@@ -34,8 +34,10 @@ def gateway(
         bool, typer.Option(help="Print HAProxy's configuration and leave it running.")
     ] = False,
 ) -> None:
-    """Forward requests and answers unchanged to the least busy server, and check their health. Ctrl-C
-    drains."""
+    """Forward requests and answers unchanged to the least busy server, and check their health.
+
+    Ctrl-C drains.
+    """
     settings = GatewaySettings(
         urls=tuple(url.rstrip("/") for url in urls),
         host=host,

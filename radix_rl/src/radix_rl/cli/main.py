@@ -1,5 +1,7 @@
-"""`radix-rl`: the command line. A fault of the user's is one clear message and exit code 2; a failed run
-exits with 1."""
+"""`radix-rl`: the command line.
+
+A fault of the user's is one clear message and exit code 2; a failed run exits with 1.
+"""
 
 import logging
 import signal

@@ -45,8 +45,11 @@ def options_of(
 
 
 def checked(section: type[T], values: Mapping[str, Any], flags: Mapping[str, str]) -> T:
-    """The section that these options make. Raises ConfigurationError naming every wrong one's flag; `flags`
-    are those that are not named as their field is."""
+    """The section that these options make.
+
+    Raises ConfigurationError naming every wrong one's flag; `flags` are those that are not named as their
+    field is.
+    """
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:

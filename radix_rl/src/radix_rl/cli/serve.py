@@ -283,8 +283,8 @@ async def _serve(
         info = await engine.start()
         if engine.tokenizer is None:
             raise ConfigurationError(
-                f"{setup.model_path!r} has no tokenizer files, which the server needs for text; "
-                "give --tokenizer-path"
+                f"{setup.model_path!r} has no tokenizer files, which the server needs for text; give "
+                "--tokenizer-path"
             )
         if chat_template is not None:
             engine.tokenizer.chat_template = chat_template
@@ -295,8 +295,8 @@ async def _serve(
             seconds = time.monotonic() - start_s
             address = f"http://{host_and_port(host, sock.getsockname()[1])}"
             typer.echo(
-                f"ready after {seconds:.1f} s: {address} "
-                f"(context {info.context_length} tokens, weight version {info.weight_version})",
+                f"ready after {seconds:.1f} s: {address} (context {info.context_length} tokens, weight "
+                f"version {info.weight_version})",
                 err=True,
             )
 

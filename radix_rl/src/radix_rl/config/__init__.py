@@ -1,5 +1,7 @@
-"""The configuration of a run: one frozen, typed tree (`RunConfig`), read from TOML and overrides by
-`load_config`."""
+"""The configuration of a run: one frozen, typed tree (`RunConfig`).
+
+`load_config` reads it from TOML and overrides.
+"""
 
 from radix_rl.config.loading import apply_override, load_config, parse_config
 from radix_rl.config.run import RunConfig

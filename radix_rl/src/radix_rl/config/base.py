@@ -43,8 +43,10 @@ class Section(BaseModel):
 
 
 def parse_bytes(value: Any) -> Any:
-    """A size such as 1048576, "256mb" or "1.5 GiB" in bytes; units are powers of 1024. Other types pass
-    unchanged."""
+    """A size such as 1048576, "256mb" or "1.5 GiB" in bytes; units are powers of 1024.
+
+    Other types pass unchanged.
+    """
     if not isinstance(value, str):
         return value
     match = _SIZE.fullmatch(value.strip())
@@ -81,8 +83,10 @@ _DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
 
 
 def check_device(value: str) -> str:
-    """A name that torch can have a device of. Raises ValueError for another one; whether the machine has it
-    is seen when the run is launched."""
+    """A name that torch can have a device of.
+
+    Raises ValueError for another one; whether the machine has it is seen when the run is launched.
+    """
     if _DEVICE.fullmatch(value) is None:
         raise ValueError(f'expected a torch device such as "cpu" or "cuda:0", got {value!r}')
     return value

@@ -1,5 +1,7 @@
-"""Reads a `RunConfig` from a TOML file and `key.path=value` overrides; every fault is one
-ConfigurationError."""
+"""Reads a `RunConfig` from a TOML file and `key.path=value` overrides.
+
+Every fault is one ConfigurationError.
+"""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -18,8 +20,10 @@ UNSET = "unset"
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of `path` with `overrides` applied in order. Raises ConfigurationError naming every
-    bad key."""
+    """The configuration of `path` with `overrides` applied in order.
+
+    Raises ConfigurationError naming every bad key.
+    """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:

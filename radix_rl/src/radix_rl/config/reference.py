@@ -1,5 +1,7 @@
-"""`reference`: the configuration tree as a page of documentation. docs/configuration.md holds it, and a test
-compares."""
+"""`reference`: the configuration tree as a page of documentation.
+
+docs/configuration.md holds it, and a test compares.
+"""
 
 from collections.abc import Iterator
 from typing import Any, get_args

@@ -8,8 +8,10 @@ from radix_rl.config.base import Section
 
 
 class SamplingConfig(Section):
-    """Sampling of the policy. The trainer applies the same temperature, top-k, top-p and min-p to its
-    logits."""
+    """Sampling of the policy.
+
+    The trainer applies the same temperature, top-k, top-p and min-p to its logits.
+    """
 
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy, for evaluation only."""

@@ -38,8 +38,10 @@ class RunConfig(Section):
 
     @property
     def replayed_outputs(self) -> tuple[str, ...]:
-        """What the engine hands over and the trainer repeats: of "routed_experts", "indexer_topk" and
-        "sampling_mask"."""
+        """Names of the replay outputs that the engine hands over and the trainer repeats.
+
+        Some of "routed_experts", "indexer_topk" and "sampling_mask".
+        """
         wanted = {
             "routed_experts": self.train.replay_routed_experts,
             "indexer_topk": self.train.replay_indexer_topk,

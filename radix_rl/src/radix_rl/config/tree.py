@@ -16,8 +16,10 @@ def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def settings_below(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every field of `section` and of the sections in it, with its dotted path; a section before what is in
-    it, a field of several variants once for each."""
+    """Every field of `section` and of the sections in it, with its dotted path.
+
+    A section comes before its fields, a field of several variants once for each.
+    """
     for name, field in section.model_fields.items():
         here = f"{path}.{name}" if path else name
         yield here, field

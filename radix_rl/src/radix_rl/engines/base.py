@@ -109,8 +109,10 @@ class Engine(ABC):
 
     @abstractmethod
     async def sleep(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """Give memory back. Idempotent. After weights were dropped, generating is an EngineStateError until
-        the next commit."""
+        """Give memory back.
+
+        Idempotent. After weights were dropped, generating is an EngineStateError until the next commit.
+        """
 
     @abstractmethod
     async def wake(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None: ...

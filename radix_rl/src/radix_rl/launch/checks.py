@@ -1,5 +1,7 @@
-"""Combinations that cannot work are refused before anything starts; each refusal names the setting and the
-remedy."""
+"""Refuses combinations that cannot work, before anything starts.
+
+Each refusal names the setting and the remedy.
+"""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,8 +44,7 @@ def check_engine(config: RunConfig, engine: Engine) -> None:
         if config.weights.transport not in can.weight_transports:
             raise ConfigurationError(
                 f"weights.transport is {config.weights.transport!r}, but {type(member).__name__} takes "
-                "weights by "
-                f"{', '.join(can.weight_transports) or 'no transport'}"
+                f"weights by {', '.join(can.weight_transports) or 'no transport'}"
             )
 
 
@@ -146,9 +147,8 @@ def _mooncake_faults(settings: Mapping[str, Any], far: Sequence[str]) -> Iterato
     for name, host in addresses.items():
         if far and is_loopback(host):
             yield (
-                f"output_store.config.{name}: {host!r} cannot be reached from the engine at {far[0]!r}; "
-                "give an "
-                "address of this machine's network"
+                f"output_store.config.{name}: {host!r} cannot be reached from the engine at {far[0]!r}; give "
+                "an address of this machine's network"
             )
 
 

@@ -173,8 +173,10 @@ def _remove_after(pid: int, folder: str) -> "subprocess.Popen[bytes]":
 
 
 def find_haproxy() -> str:
-    """Debian puts it where only root's PATH leads. Raises ConfigurationError with the command that installs
-    it."""
+    """Debian puts it where only root's PATH leads.
+
+    Raises ConfigurationError with the command that installs it.
+    """
     path = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
     if path is None:
         raise ConfigurationError(f"gateway: haproxy is not installed; run: {INSTALL_COMMAND}")
@@ -182,8 +184,10 @@ def find_haproxy() -> str:
 
 
 def require_output_store(urls: Sequence[str], timeout_s: float = 10.0) -> None:
-    """Ask every server itself: through a gateway a client sees only one of them. Raises
-    ConfigurationError."""
+    """Ask every server itself: through a gateway a client sees only one of them.
+
+    Raises ConfigurationError.
+    """
     for url in urls:
         try:
             answer = httpx.get(f"{url.rstrip('/')}/server_info", timeout=timeout_s)
@@ -193,16 +197,19 @@ def require_output_store(urls: Sequence[str], timeout_s: float = 10.0) -> None:
             raise ConfigurationError(f"gateway: {url}/server_info does not answer: {error}") from error
         if not info.get("output_store"):
             raise ConfigurationError(
-                f"gateway: {url} has no output store and would ignore return_outputs_via_store; "
-                f"start it with --output-store-backend, vLLM with output_store in --additional-config, and "
-                f"with radix-engine-plugins installed beside it: SGLang's log says if that was refused, vLLM "
-                f"skips it in silence unless VLLM_PLUGINS names radix_output_store"
+                f"gateway: {url} has no output store and would ignore return_outputs_via_store; start it "
+                "with --output-store-backend, vLLM with output_store in --additional-config, and with "
+                "radix-engine-plugins installed beside it: SGLang's log says if that was refused, vLLM "
+                "skips it in silence unless VLLM_PLUGINS names radix_output_store"
             )
 
 
 def require_keys(settings: GatewaySettings, timeout_s: float = 10.0) -> None:
-    """Raise ConfigurationError for a server that answers without a key: behind the gateway's address its
-    control routes would be open to whoever reaches that."""
+    """Refuse a server that answers without a key.
+
+    Behind the gateway's address its control routes would be open to whoever reaches that. Raises
+    ConfigurationError.
+    """
     for url in settings.urls:
         remedy = (
             f"start it with --api-key, or say --allow-unauthenticated to listen at {settings.host!r} all the "
@@ -219,9 +226,11 @@ def require_keys(settings: GatewaySettings, timeout_s: float = 10.0) -> None:
 
 
 class Gateway:
-    """A running HAProxy; owns the process and the folder of its files. `stop` may be called in a
-    `finally`. When the thread that made it ends without that, or is killed, HAProxy lets running requests end
-    and ends too."""
+    """A running HAProxy; owns the process and the folder of its files.
+
+    `stop` may be called in a `finally`. When the thread that made it ends without that, or is killed, HAProxy
+    lets running requests end and ends too.
+    """
 
     def __init__(self, settings: GatewaySettings) -> None:
         """Raises ConfigurationError when haproxy is missing, or does not start, as on a taken port."""
@@ -259,7 +268,9 @@ class Gateway:
 
     def drain(self, url: str) -> None:
         """No new requests for one server, except of sessions it has; what it runs goes on.
-        ConfigurationError for an unknown URL."""
+
+        ConfigurationError for an unknown URL.
+        """
         self._set_state(url, "drain")
 
     def ready(self, url: str) -> None:

@@ -22,8 +22,10 @@ _LONGEST_NAME = 100
 
 
 class RunStore(msgspec.Struct, frozen=True, eq=False):
-    """The trainer's client, and what an engine needs to write where this client reads. Owned by who opened
-    it."""
+    """The trainer's client, and what an engine needs to write where this client reads.
+
+    Owned by who opened it.
+    """
 
     settings: OutputStoreConfig
     """The configured ones, with the key prefix that this run has."""
@@ -73,8 +75,10 @@ def key_prefix_before(output_dir: Path) -> str | None:
 
 
 def remove_left(run_store: RunStore) -> None:
-    """Delete what an earlier run left below the key prefix; the caller holds the output directory, so that
-    none is running."""
+    """Delete the objects that an earlier run left below the key prefix.
+
+    The caller holds the output directory, so that none is running.
+    """
     if removed := run_store.store.delete_objects(older_than_s=0.0):
         logger.warning("removed %d stored fields that the run before had left", removed)
 
@@ -85,8 +89,10 @@ def connect(settings: OutputStoreConfig) -> OutputStore:
 
 
 def new_key_prefix(run_name: str) -> str:
-    """One that no other run has, also when both started in the same second; garbage of a crashed run is
-    found by it."""
+    """Make a key prefix that no other run has, also if both started in the same second.
+
+    Garbage of a crashed run is found by it.
+    """
     started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     name = _NO_KEY_CHARACTER.sub("-", run_name)[:_LONGEST_NAME] or "run"
     return f"{name}-{started}-{secrets.token_hex(3)}/output-store"

@@ -59,8 +59,11 @@ _REMEDIES = {
 
 
 def _without_lost_outputs(request: GenerateRequest, output: GenerateOutput) -> GenerateOutput:
-    """SGLang aborts a request that waits after a retraction with its tokens, but without their rows, which
-    went with its cache. Such tokens cannot be replayed: they are sampled again."""
+    """Drop the tokens of an aborted answer that came without their rows.
+
+    SGLang aborts a request that waits after a retraction with its tokens, but without their rows, which went
+    with its cache. Such tokens cannot be replayed: they are sampled again.
+    """
     delivered = output.outputs is not None or output.output_store_ref is not None
     if delivered or not (output.finish_reason.type == "abort" and requested_fields(request)):
         return output
@@ -92,8 +95,10 @@ class RolloutGenerator:
         store: OutputStore | None = None,
         store_backend: str | None = None,
     ) -> None:
-        """`replay`, `store`, `store_backend`: as for SampleBuilder. Raises ConfigurationError for what the
-        engine cannot give."""
+        """`replay`, `store`, `store_backend`: as for SampleBuilder.
+
+        Raises ConfigurationError for what the engine cannot give.
+        """
         self._engine = engine
         self._environment = environment
         self._decode = decode
@@ -145,8 +150,10 @@ class RolloutGenerator:
             raise
 
     async def evaluate(self, problems: Sequence[Problem], sampling: SamplingConfig) -> list[Sample]:
-        """One scored sample of each problem, in order. Asks for no replay outputs, and so leaves nothing in
-        the store."""
+        """One scored sample of each problem, in order.
+
+        Asks for no replay outputs, and so leaves nothing in the store.
+        """
 
         async def one(group: int, problem: Problem) -> Sample:
             path = f"eval/{group}"
@@ -235,10 +242,9 @@ class RolloutGenerator:
                 )
         if replay and self._builder.store is not None and can.output_store != store_backend:
             raise ConfigurationError(
-                f"the run reads replay outputs from the store backend {store_backend!r}, but the "
-                "engine writes to "
-                f"{can.output_store!r}; give the engine the same store (--output-store-backend) or set "
-                "output_store.enabled=false"
+                f"the run reads replay outputs from the store backend {store_backend!r}, but the engine "
+                f"writes to {can.output_store!r}; give the engine the same store (--output-store-backend) or "
+                "set output_store.enabled=false"
             )
 
 

@@ -22,8 +22,10 @@ def delete_refs(samples: Iterable[Sample], store: OutputStore) -> int:
 
 
 def discard_answer(output: GenerateOutput, store: OutputStore | None) -> None:
-    """Delete the object of an answer that was refused. Failures are logged: the refusal is the error to
-    raise."""
+    """Delete the object of an answer that was refused.
+
+    Failures are logged: the refusal is the error to raise.
+    """
     if store is None or output.output_store_ref is None:
         return
     try:

@@ -1,5 +1,6 @@
-"""`ReplayIndex`: which rows of which replay output lie where, for one sample. Built from answers without
-reading.
+"""`ReplayIndex`: which rows of which replay output lie where, for one sample.
+
+Built from answers without reading.
 
 A field is a name of TokenOutputStash. All rows are absolute token positions of the sample. Row t of a
 per-token field (routed_experts, indexer_topk) holds the choices made while token t went through the model;
@@ -21,8 +22,10 @@ REPLAY_FIELDS = PER_TOKEN_FIELDS + MASK_FIELDS
 
 
 class StoreSegment(msgspec.Struct, frozen=True, kw_only=True, tag="store", forbid_unknown_fields=True):
-    """Rows [start_row, end_row) of the sample are rows [start_row, end_row) (absolute) of `field` of
-    `ref`."""
+    """Rows [start_row, end_row) of the sample, held by one stored field.
+
+    They are rows [start_row, end_row) (absolute) of `field` of `ref`.
+    """
 
     start_row: int
     end_row: int
@@ -74,16 +77,19 @@ class ReplayIndex(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=F
 
     @property
     def covered_rows(self) -> int:
-        """Rows [0, covered_rows) of the per-token fields are there: the `routed_experts_start_len` of the
-        next turn."""
+        """Number of rows, from row 0 on, that the per-token fields hold.
+
+        It is the `routed_experts_start_len` of the next turn.
+        """
         ends = [segments[-1].end_row for name, segments in self.segments.items() if name in PER_TOKEN_FIELDS]
         return min(ends, default=0)
 
     def add_response(
         self, request: GenerateRequest, output: GenerateOutput, *, store_backend: str | None
     ) -> None:
-        """Append one answer's rows; a later turn replaces the boundary row of the turn before. All or
-        nothing.
+        """Append one answer's rows; a later turn replaces the boundary row of the turn before.
+
+        All or nothing.
 
         An answer that was aborted before its first token may carry no rows. A ref of the expected backend
         is listed by `refs` even when the answer is refused, so that it can be deleted.
@@ -114,8 +120,10 @@ class ReplayIndex(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=F
         self.segments.update(joined)
 
     def truncate(self, num_tokens: int, prompt_tokens: int) -> None:
-        """Keep what a sample of `num_tokens` tokens needs: rows below num_tokens - 1 (the mask's: below
-        num_tokens)."""
+        """Keep the rows that a sample of `num_tokens` tokens needs.
+
+        Rows below num_tokens - 1 (the mask's: below num_tokens).
+        """
         if num_tokens < prompt_tokens:
             raise ReplayError(f"cannot cut to {num_tokens} tokens: the prompt has {prompt_tokens}")
         for field, segments in self.segments.items():
@@ -136,21 +144,18 @@ class ReplayIndex(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=F
         if output.output_store_ref is None:
             if output.outputs is not None and request.return_outputs_via_store:
                 raise ReplayError(
-                    f"{name} asked for its replay outputs through the store and was answered inline. "
-                    "Likely causes: a "
-                    "router between client and server dropped the field return_outputs_via_store (use one "
-                    "that passes "
-                    "unknown fields on), or the server runs without the output store (start it with "
-                    "--output-store-backend, and for SGLang or vLLM with the radix-engine-plugins package "
-                    "installed)"
+                    f"{name} asked for its replay outputs through the store and was answered inline. Likely "
+                    "causes: a router between client and server dropped the field return_outputs_via_store "
+                    "(use one that passes unknown fields on), or the server runs without the output store "
+                    "(start it with --output-store-backend, and for SGLang or vLLM with the "
+                    "radix-engine-plugins package installed)"
                 )
             return None
         ref = output.output_store_ref
         if ref.backend != store_backend:
             raise ReplayError(
                 f"{name}: the answer's ref is of backend {ref.backend!r}, expected {store_backend!r}: the "
-                "engine and "
-                "this run must be configured with the same output store"
+                "engine and this run must be configured with the same output store"
             )
         self.added_refs.append(ref)
         if not request.return_outputs_via_store:
@@ -226,17 +231,14 @@ def _missing_message(request: GenerateRequest, missing: list[str]) -> str:
     if request.return_outputs_via_store:
         return (
             f"request {request.request_id} asked for {', '.join(missing)} through the store and the answer "
-            "has no "
-            "reference to it. Likely causes: a router between client and server dropped the request's "
-            "fields, or the "
-            "server runs without --output-store-backend (for SGLang or vLLM also without the "
-            "radix-engine-plugins "
-            "package) or without --enable-return-routed-experts"
+            "has no reference to it. Likely causes: a router between client and server dropped the "
+            "request's fields, or the server runs without --output-store-backend (for SGLang or vLLM also "
+            "without the radix-engine-plugins package) or without --enable-return-routed-experts"
         )
     return (
-        f"request {request.request_id} asked for {', '.join(missing)} and the answer has none: is the "
-        "server started "
-        "with --enable-return-routed-experts, and does a router between pass the request's fields on?"
+        f"request {request.request_id} asked for {', '.join(missing)} and the answer has none: is the server "
+        "started with --enable-return-routed-experts, and does a router between pass the request's fields "
+        "on?"
     )
 
 
@@ -267,8 +269,7 @@ def _span(
             hint = "; the engine seems to have ignored routed_experts_start_len without saying so"
         raise ReplayError(
             f"{where}: rows [{used_start}, {used_start + shape[0]}), expected them to end at {end} for "
-            f"{prompt} prompt "
-            f"and {outputs} output tokens{hint}"
+            f"{prompt} prompt and {outputs} output tokens{hint}"
         )
     if used_start > wanted_start:
         raise ReplayError(f"{where}: rows start at {used_start}, asked from {wanted_start}: a gap")

@@ -63,8 +63,9 @@ class Sample(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False)
     def add_response(
         self, request: GenerateRequest, output: GenerateOutput, *, store_backend: str | None
     ) -> None:
-        """Append a later turn, or the rest of an aborted one. Tokens of the prompt beyond this sample's are
-        injected ones.
+        """Append a later turn, or the rest of an aborted one.
+
+        Tokens of the prompt beyond this sample's are injected ones.
 
         Raises ReplayError when the request does not continue these tokens or the replay rows do not fit.
         """
@@ -72,8 +73,7 @@ class Sample(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False)
         if list(request.input_ids[:known]) != self.tokens:
             raise ReplayError(
                 f"sample {self.name}: request {request.request_id} does not continue its {known} tokens; a "
-                "later turn's "
-                "input_ids start with every token before it"
+                "later turn's input_ids start with every token before it"
             )
         if len(output.output_logprobs) != len(output.output_ids):
             raise ReplayError(
@@ -97,22 +97,25 @@ class Sample(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False)
         self.finish_reason = output.finish_reason
 
     def add_injected(self, token_ids: Sequence[int]) -> None:
-        """Append tokens of a tool or the environment: no loss, no log-probability, and no replay rows
-        before a next turn."""
+        """Append tokens of a tool or the environment.
+
+        They have no loss, no log-probability, and no replay rows before a next turn.
+        """
         self.tokens += token_ids
         self.loss_mask += [0] * len(token_ids)
         self.rollout_logprobs += [0.0] * len(token_ids)
 
     def truncate(self, max_tokens: int) -> None:
-        """Cut tokens, masks, log-probabilities, spans and every replay field together. The one place that
-        cuts."""
+        """Cut tokens, masks, log-probabilities, spans and every replay field together.
+
+        The one place that cuts.
+        """
         if len(self.tokens) <= max_tokens:
             return
         if max_tokens < self.prompt_tokens:
             raise ReplayError(
                 f"sample {self.name}: cannot cut to {max_tokens} tokens, the prompt alone has "
-                f"{self.prompt_tokens}; raise "
-                "the limit or leave out prompts this long"
+                f"{self.prompt_tokens}; raise the limit or leave out prompts this long"
             )
         self.replay.truncate(max_tokens, self.prompt_tokens)
         kept = max_tokens - self.prompt_tokens
@@ -139,8 +142,8 @@ def check_uniform(samples: Sequence[Sample], fields: Sequence[str]) -> None:
         if lacking and len(lacking) < len(samples):
             raise ReplayError(
                 f"sample {lacking[0]} has no {field!r}, which {len(samples) - len(lacking)} of "
-                f"{len(samples)} samples of "
-                "its batch have; a field must be on all samples of a batch or on none"
+                f"{len(samples)} samples of its batch have; a field must be on all samples of a batch or on "
+                "none"
             )
 
 

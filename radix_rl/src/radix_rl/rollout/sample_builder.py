@@ -15,8 +15,10 @@ class SampleBuilder:
     def __init__(
         self, replay: Collection[str] = (), store: OutputStore | None = None, store_backend: str | None = None
     ) -> None:
-        """`replay`: which of "routed_experts", "indexer_topk" and "sampling_mask" the trainer needs. With
-        `store` they travel through it, and `store_backend` is its registered name."""
+        """`replay`: which of "routed_experts", "indexer_topk" and "sampling_mask" the trainer needs.
+
+        With `store` they travel through it, and `store_backend` is its registered name.
+        """
         self.replay = frozenset(replay)
         self.store = store
         self.store_backend = store_backend
@@ -55,8 +57,10 @@ class SampleBuilder:
         group_id: int,
         index: int,
     ) -> Sample:
-        """`sample` with one more answer, or a new one. An answer that is refused does not leave its object
-        behind. Raises ReplayError."""
+        """`sample` with one more answer, or a new one.
+
+        An answer that is refused does not leave its object behind. Raises ReplayError.
+        """
         try:
             if sample is None:
                 return Sample.from_response(

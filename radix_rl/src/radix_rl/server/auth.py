@@ -1,5 +1,6 @@
-"""Bearer keys, with SGLang's rules: `--api-key` guards every route, `--admin-api-key` the routes that change
-the server.
+"""Bearer keys, with SGLang's rules.
+
+`--api-key` guards every route, `--admin-api-key` the routes that change the server.
 """
 
 import secrets
@@ -14,9 +15,11 @@ _OPEN_PREFIXES = ("/health", "/ready", "/metrics")
 
 
 class BearerAuth:
-    """ASGI middleware. An admin route takes the admin key when there is one (the plain key is then refused
-    there) and
-    the plain key otherwise; without any key configured everything is open."""
+    """ASGI middleware.
+
+    An admin route takes the admin key when there is one (the plain key is then refused there) and the plain
+    key otherwise; without any key configured everything is open.
+    """
 
     def __init__(
         self, app: ASGIApp, *, api_key: str | None, admin_api_key: str | None, admin_paths: frozenset[str]

@@ -45,8 +45,9 @@ class MemoryBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @router.post("/abort_request")
 async def abort_request(request: Request) -> Response:
-    """End one request, all of a batch, or everything. An id that is not running is ignored: it may have just
-    finished.
+    """End one request, all of a batch, or everything.
+
+    An id that is not running is ignored: it may have just finished.
     """
     body = await read_body(request, AbortBody)
     state = state_of(request)

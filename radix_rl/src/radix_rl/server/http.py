@@ -99,7 +99,9 @@ def decode_object(data: bytes) -> dict[str, Any]:
 
 
 def status_of(error: BaseException) -> int:
-    """400, 413: no retry can save the request; 409: the engine's state forbids it; 503: try again later or
+    """The HTTP status of an error.
+
+    400, 413: no retry can save the request; 409: the engine's state forbids it; 503: try again later or
     elsewhere.
     """
     if isinstance(error, BodyTooLargeError):

@@ -98,8 +98,9 @@ async def server_info(request: Request) -> Response:
 
 
 def output_store_info(state: ServerState) -> dict[str, Any]:
-    """A client that will send `return_outputs_via_store` refuses a server whose block is missing or not
-    enabled.
+    """The block by which a client knows what the server stores.
+
+    A client that will send `return_outputs_via_store` refuses a server whose block is missing or not enabled.
     """
     backend = state.engine.capabilities.output_store
     info: dict[str, Any] = {"enabled": backend is not None, "backend": backend, "ref_version": REF_VERSION}

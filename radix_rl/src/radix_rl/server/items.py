@@ -110,8 +110,10 @@ class GenerateCall(msgspec.Struct, kw_only=True, dict=True):
         )
 
     def _request_id(self, number: int, sample: int, index: int) -> str:
-        """Single: the id as given. One for several: `<rid>_<index>`. A list: one a prompt, and
-        `<rid>_<sample>` where there are several samples.
+        """Single: the id as given.
+
+        One for several: `<rid>_<index>`. A list: one a prompt, and `<rid>_<sample>` where there are several
+        samples.
         """
         if isinstance(self.rid, list):
             return self.rid[number] if self.samples == 1 else f"{self.rid[number]}_{sample}"

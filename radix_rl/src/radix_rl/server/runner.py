@@ -102,8 +102,9 @@ class HttpServer(uvicorn.Server):
             self._state.close()
 
     async def _end_tasks(self) -> None:
-        """What outlived the drain was cancelled and still cleans up: engine requests end, objects are
-        deleted.
+        """Wait for requests that outlived the drain to clean up.
+
+        They were cancelled: engine requests end, objects are deleted.
         """
         tasks = set(self.server_state.tasks)
         for task in tasks:

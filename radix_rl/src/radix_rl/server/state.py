@@ -34,9 +34,9 @@ class ServerState:
     ) -> None:
         if (engine.capabilities.output_store is not None) != (writer is not None):
             raise ConfigurationError(
-                f"the engine's output store is {engine.capabilities.output_store!r}, the server's "
-                f"writer is {writer!r}; "
-                "give both or neither: the server deletes what the engine stored and no client received"
+                f"the engine's output store is {engine.capabilities.output_store!r}, the server's writer is "
+                f"{writer!r}; give both or neither: the server deletes what the engine stored and no client "
+                "received"
             )
         self.engine = engine
         self.tokenizer = tokenizer
@@ -49,8 +49,9 @@ class ServerState:
         self._side_processes = SideProcesses(_SIDE_PROCESSES, tokenizer, settings.parse_timeout_s)
 
     async def parse(self, function: Callable[..., T], data: bytes, *, apart: bool = False) -> T:
-        """`function(tokenizer, data, info)`, which makes a call of a body; in a side process if the body is
-        long or `apart`.
+        """Run `function(tokenizer, data, info)`, which makes a call of a body.
+
+        In a side process if the body is long or `apart`.
         """
         info = await self.engine.info()
         if apart or len(data) > _SHORT_BODY_BYTES:

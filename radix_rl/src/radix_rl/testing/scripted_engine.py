@@ -90,8 +90,9 @@ class ScriptedEngine(Engine):
         info: EngineInfo | None = None,
         **capabilities: Any,
     ) -> None:
-        """`script`: by default every token is the one after its predecessor. The writer stays the caller's;
-        `capabilities` replace fields of EngineCapabilities.
+        """`script`: by default every token is the one after its predecessor.
+
+        The writer stays the caller's; `capabilities` replace fields of EngineCapabilities.
         """
         self.script = script or self.count_up
         self.writer = writer

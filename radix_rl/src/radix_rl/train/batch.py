@@ -111,8 +111,7 @@ def make_train_sample(
     if len(sample.rollout_logprobs) != len(sample.loss_mask):
         raise TrainingError(
             f"sample {sample.name}: expected {len(sample.loss_mask)} rollout log-probabilities, one for each "
-            "response "
-            f"token, got {len(sample.rollout_logprobs)}"
+            f"response token, got {len(sample.rollout_logprobs)}"
         )
     for field in (*PER_TOKEN_FIELDS, "sampling_mask_lengths", "sampling_mask_token_ids"):
         if field in replay:

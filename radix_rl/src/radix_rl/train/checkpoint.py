@@ -54,8 +54,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def save_checkpoint(
     directory: Path, worker: PolicyWorker, state: RunState, *, keep: int, tokenizer_from: Path
 ) -> Path:
-    """Write `directory/step-N` and keep `keep` checkpoints: this one and those written last. Every rank calls
-    it; rank 0 writes.
+    """Write `directory/step-N` and keep `keep` checkpoints: this one and those written last.
+
+    Every rank calls it; rank 0 writes.
 
     Everything is written under another name, flushed to disk and renamed at the end: a crash leaves the
     checkpoints that were there.
@@ -106,8 +107,10 @@ def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Any], *,
 
 
 def try_saving(model: PreTrainedModel, output_dir: Path, *, files_from: Path) -> None:
-    """Write and remove what a checkpoint has besides weights, so that a run learns at its start that it
-    could not save. Raises ConfigurationError."""
+    """Try at a run's start whether its checkpoints can be saved.
+
+    Writes and removes all that a checkpoint has besides weights. Raises ConfigurationError.
+    """
     folder = output_dir / ".trial-save"
     try:
         output_dir.mkdir(parents=True, exist_ok=True)

@@ -77,8 +77,7 @@ class DistributedTrainer:
         if num_samples // config.train.minibatches < self._size:
             raise ConfigurationError(
                 f"train.num_ranks is {self._size}, but a minibatch has "
-                f"{num_samples // config.train.minibatches} samples; "
-                "every rank needs one"
+                f"{num_samples // config.train.minibatches} samples; every rank needs one"
             )
         self._children: list[tuple[BaseProcess, Connection]] = []
         rendezvous = _rendezvous(self._size)

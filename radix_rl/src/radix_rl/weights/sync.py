@@ -36,8 +36,11 @@ class WeightSynchronizer:
         bucket_bytes: int,
         checkpoint_names: Callable[[NamedTensors], NamedTensors] | None = None,
     ) -> None:
-        """`checkpoint_names` turns a model's tensors into a checkpoint's, for transports and engines that
-        want those. Raises ConfigurationError if an engine cannot take weights by this transport."""
+        """Prepare weight sync for started engines.
+
+        `checkpoint_names` turns a model's tensors into a checkpoint's, for transports and engines that want
+        those. Raises ConfigurationError if an engine cannot take weights by this transport.
+        """
         transport.check(engines)
         self._rename = checkpoint_names if transport.weight_names(engines) == "checkpoint" else None
         if transport.weight_names(engines) == "checkpoint" and checkpoint_names is None:
@@ -163,8 +166,7 @@ class WeightSynchronizer:
         await _clean_up(behind, "sleep", lambda engine: engine.sleep(("weights",)))
         raise WeightUpdateError(
             f"{len(failed)} of {len(self._engines)} engines could not commit weight version {version} and "
-            "were put to "
-            f"sleep; the others are at {version}: {failed[0][1]}"
+            f"were put to sleep; the others are at {version}: {failed[0][1]}"
         ) from failed[0][1]
 
 

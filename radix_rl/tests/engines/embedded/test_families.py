@@ -1,5 +1,6 @@
-"""Captured choices equal a full forward pass for every router and indexer interface, and unknown ones are
-refused.
+"""Captured choices equal a full forward pass for every router and indexer interface.
+
+Unknown interfaces are refused.
 """
 
 import asyncio

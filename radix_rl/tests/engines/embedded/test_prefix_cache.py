@@ -1,5 +1,6 @@
-"""Reused prefixes change nothing but the work: tokens, log-probabilities and rows are those of a computation
-from scratch.
+"""Reused prefixes change nothing but the work.
+
+Tokens, log-probabilities and rows are those of a computation from scratch.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
-"""All replay outputs at once equal one full forward pass over the final tokens, whatever the scheduler did to
-the request on its way; and no request is kept from its turn for ever.
+"""All replay outputs at once equal one full forward pass over the final tokens.
+
+Whatever the scheduler did to the request on its way; and no request is kept from its turn for ever.
 """
 
 import asyncio
@@ -104,9 +105,7 @@ def requests(model, prompt, request_of) -> list[GenerateRequest]:
 
 @pytest.fixture
 def check_everything(check_against) -> Callable[..., None]:
-    """What was asked for of rows of routers and indexers and supports, and log-probabilities, against the
-    model alone.
-    """
+    """Hold the replay outputs asked for, and log-probabilities, against the model alone."""
 
     def check(model: tf.PreTrainedModel, request: GenerateRequest, output: GenerateOutput) -> None:
         check_against(model, request, output)

@@ -1,5 +1,6 @@
-"""Outputs through the store: the reference replaces the arrays, and nothing stays behind that nobody
-holds.
+"""Outputs through the store: the reference replaces the arrays.
+
+Nothing stays behind that nobody holds.
 """
 
 import asyncio

@@ -160,7 +160,6 @@ class MemoryBackend(Backend):
         space = self._space
         return StoreFullError(
             f"backend 'memory' has no room after {self._wait_s} s: need {needed} bytes, used "
-            f"{space.used_bytes}, "
-            f"free {space.free_bytes}, capacity {space.capacity_bytes}; delete what was read or raise "
-            "capacity_bytes"
+            f"{space.used_bytes}, free {space.free_bytes}, capacity {space.capacity_bytes}; delete what was "
+            "read or raise capacity_bytes"
         )

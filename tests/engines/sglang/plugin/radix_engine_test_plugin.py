@@ -33,10 +33,13 @@ class FaultyBackend(SharedMemoryBackend):
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
-        """`faults`: path of a JSON file with any of delay_s; hold: true as long as puts are to wait; error:
-        the name of one of the store's errors; put: the number of the one stash that fails with it, again and
+        """Prepare a store that fails as a file says.
+
+        `faults`: path of a JSON file with any of delay_s; hold: true as long as puts are to wait; error: the
+        name of one of the store's errors; put: the number of the one stash that fails with it, again and
         again. A file beside it has the line `begun` for each stash whose put began and `ended` for each whose
-        put is over."""
+        put is over.
+        """
         config = dict(config)
         faults = Path(str(config.pop("faults")))
         backend = super().from_config(config)
@@ -88,8 +91,10 @@ class FaultyBackend(SharedMemoryBackend):
 
 
 def indexer_rows(num_rows: int):
-    """`[num_rows, layers, top_k]` int32: the last `top_k` positions of each row's causal prefix,
-    ascending."""
+    """Indexer rows `[num_rows, layers, top_k]` int32 for tests.
+
+    The last `top_k` positions of each row's causal prefix, ascending.
+    """
     import torch
 
     rows = torch.full((num_rows, INDEXER_LAYERS, INDEX_TOPK), -1, dtype=torch.int32)

@@ -66,8 +66,8 @@ def _attach_captures(config: EmbeddedEngineSetup, runner: ModelRunner) -> None:
         experts, top_k = num_routed_experts(text_config), experts_per_token(text_config)
         if experts is None or top_k is None:
             raise ConfigurationError(
-                f"enable_return_routed_experts: {model_name}'s configuration names no "
-                f"number of experts ({', '.join(EXPERT_COUNT_NAMES)}) or none per token "
+                f"enable_return_routed_experts: {model_name}'s configuration names no number of experts "
+                f"({', '.join(EXPERT_COUNT_NAMES)}) or none per token "
                 f"({', '.join(EXPERTS_PER_TOKEN_NAMES)}); is it a dense model?"
             )
         runner.capture_routed_experts(experts, top_k)
@@ -75,8 +75,8 @@ def _attach_captures(config: EmbeddedEngineSetup, runner: ModelRunner) -> None:
         index_topk = num_indexer_positions(text_config)
         if index_topk is None:
             raise ConfigurationError(
-                f"enable_return_indexer_topk: {model_name}'s configuration has no "
-                "index_topk; only models with sparse attention (DeepSeek-V3.2, GLM-MoE-DSA) have an indexer"
+                f"enable_return_indexer_topk: {model_name}'s configuration has no index_topk; only models "
+                "with sparse attention (DeepSeek-V3.2, GLM-MoE-DSA) have an indexer"
             )
         runner.capture_indexer_topk(index_topk)
 

@@ -107,8 +107,9 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One token for every request that decodes, and the next prompts, in one forward pass where the model
-        allows it.
+        """Run one step: a token for every request that decodes, and the next prompts.
+
+        In one forward pass where the model allows it.
         """
         scheduler = self.scheduler
         scheduler.admit()

@@ -35,8 +35,9 @@ _ALL_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
 
 class EmbeddedEngine(Engine):
-    """Continuous batching over a preallocated cache, with replay outputs captured from the model's own
-    modules.
+    """Continuous batching over a preallocated cache, with captured replay outputs.
+
+    They are captured from the model's own modules.
 
     The event loop only queues calls; one worker thread owns model, cache and scheduler. A model passed as an
     object belongs to the engine until `close`, which leaves its modules as they were; its parameters keep the
@@ -136,8 +137,9 @@ class EmbeddedEngine(Engine):
         return await self._answer(finished)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[PartialOutput | GenerateOutput]:
-        """Partial outputs as tokens come, then the GenerateOutput as `generate` gives it. Closing the
-        iterator aborts.
+        """Partial outputs as tokens come, then the GenerateOutput as `generate` gives it.
+
+        Closing the iterator aborts.
 
         The caller owns a stored object once the GenerateOutput was yielded.
         """

@@ -19,8 +19,9 @@ class Inbox:
     """
 
     def __init__(self, submit: Submit) -> None:
-        """`submit` hands requests to the worker: for each None, or why it is refused. It raises
-        EngineDeadError if there is no worker any more.
+        """`submit` hands requests to the worker: for each None, or why it is refused.
+
+        It raises EngineDeadError if there is no worker any more.
         """
         self._submit = submit
         self._turns: dict[asyncio.AbstractEventLoop, list[tuple[Request, asyncio.Future[None]]]] = {}

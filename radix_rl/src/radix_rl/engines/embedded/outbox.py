@@ -10,8 +10,9 @@ Call = Callable[[], None]
 
 
 class Outbox:
-    """Used by the worker thread only. Waking a loop costs more than what it is told, and it would begin to
-    work beside the step that goes on.
+    """Used by the worker thread only.
+
+    Waking a loop costs more than what it is told, and it would begin to work beside the step that goes on.
     """
 
     def __init__(self) -> None:

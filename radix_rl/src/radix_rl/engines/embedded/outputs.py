@@ -50,8 +50,9 @@ def _joins_at_once(sequence: Sequence) -> bool:
 async def build_output(
     sequence: Sequence, writer: OutputStoreWriter | None, weight_version: str | None
 ) -> GenerateOutput:
-    """Stores the outputs first where the request asked for it. The caller owns the stored object; cancelling
-    leaves none.
+    """Stores the outputs first where the request asked for it.
+
+    The caller owns the stored object; cancelling leaves none.
     """
     request = sequence.request
     assert sequence.finish_reason is not None

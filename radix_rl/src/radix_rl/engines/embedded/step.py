@@ -74,8 +74,9 @@ class ForwardStep:
         tensor.write(rows, values.reshape(-1, tensor.width))
 
     def keys(self, tensor: SlotTensor) -> torch.Tensor:
-        """View `[slots, heads, key_length, width]` of the segment's slots, or of all if there are several
-        segments.
+        """View `[slots, heads, key_length, width]` of the segment's slots.
+
+        Of all slots if there are several segments.
         """
         if len(self.segments) > 1:
             return tensor.slots[:, :, : self.key_length]

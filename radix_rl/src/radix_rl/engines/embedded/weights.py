@@ -72,8 +72,9 @@ class WeightUpdater:
         self._pending = version
 
     def update(self, bucket: WeightBucket) -> None:
-        """Take tensors in; the bucket's buffer may be reused afterwards. A refused bucket ends the whole
-        update.
+        """Take tensors in; the bucket's buffer may be reused afterwards.
+
+        A refused bucket ends the whole update.
         """
         if self._pending is None:
             raise EngineStateError("update_weights needs an open update; call begin_weight_update first")
@@ -129,8 +130,9 @@ class WeightUpdater:
             self._finite.add(name, staged)
 
     def check_complete(self, version: str) -> None:
-        """Raises WeightUpdateError, ending the update, if weights are missing or not finite, or the version
-        is not the one begun.
+        """Refuse an update that is incomplete, not finite or not the one begun.
+
+        Raises WeightUpdateError, which ends the update.
         """
         if self._pending is None:
             raise EngineStateError(

@@ -1,5 +1,6 @@
-"""`Worker`: the thread that owns the model. It runs calls from the event loop between steps, and steps while
-there is work.
+"""`Worker`: the thread that owns the model.
+
+It runs calls from the event loop between steps, and steps while there is work.
 """
 
 import logging
@@ -24,8 +25,9 @@ _Call = tuple[Callable[[EngineCore], Any], Future[Any]]
 
 class Worker:
     def __init__(self, make_core: Callable[[], EngineCore], num_threads: int | None, outbox: Outbox) -> None:
-        """`make_core` runs on the new thread, since loading a model may take minutes. What requests put into
-        `outbox` is sent after each step and call.
+        """`make_core` runs on the new thread, since loading a model may take minutes.
+
+        What requests put into `outbox` is sent after each step and call.
         """
         self._make_core = make_core
         self._outbox = outbox
@@ -43,8 +45,9 @@ class Worker:
         self._thread.start()
 
     def call(self, function: Callable[[EngineCore], _T]) -> Future[_T]:
-        """Run `function` on the worker thread, between two steps. Raises EngineDeadError if the worker has
-        ended.
+        """Run `function` on the worker thread, between two steps.
+
+        Raises EngineDeadError if the worker has ended.
         """
         future: Future[_T] = Future()
         with self._lock:

@@ -44,8 +44,10 @@ def generate_body(request: GenerateRequest, rid: str) -> dict[str, Any]:
 
 
 def parse_answer(request: GenerateRequest, answer: Any, shapes: TokenShapes) -> GenerateOutput:
-    """Raises EngineError for an answer that is not SGLang's, ReplayError for a reference or inline outputs
-    that cannot be decoded.
+    """Turn SGLang's answer to one request into a GenerateOutput.
+
+    Raises EngineError for an answer that is not SGLang's, ReplayError for a reference or inline outputs that
+    cannot be decoded.
     """
     try:
         meta = answer["meta_info"]
@@ -93,8 +95,10 @@ def parse_finish_reason(raw: dict[str, Any]) -> FinishReason:
 
 
 def _output_logprobs(request: GenerateRequest, meta: dict[str, Any], num_outputs: int) -> tuple[float, ...]:
-    """Of the distribution sampled from: with a sampling mask SGLang returns them under a name of their
-    own."""
+    """Log-probabilities under the distribution that was sampled from.
+
+    With a sampling mask SGLang returns them under a name of their own.
+    """
     if request.return_sampling_mask:
         selected = request.sampling_logprobs_mode == "selected"
         name = "output_token_sampling_logprobs" if selected else "output_token_sampling_selected_logprobs"
@@ -144,8 +148,7 @@ def _decode_rows(
     if not num_layers or not top_k:
         raise ReplayError(
             f"{where}: the server does not tell layers and top-k of these rows; give num_layers and "
-            "experts_per_token in "
-            "the engine's settings"
+            "experts_per_token in the engine's settings"
         )
     if shapes.get(field, (num_layers, top_k)) != (num_layers, top_k):
         raise ReplayError(

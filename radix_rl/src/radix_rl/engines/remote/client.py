@@ -38,9 +38,12 @@ class HttpClient:
         owner: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`admin_api_key` goes with control calls, `api_key` with all others (and with control calls if it
-        is the only one). `owner`: whose pauses and weight updates those of these calls are, for our server.
-        `transport` replaces the network."""
+        """Prepare a client of one server.
+
+        `admin_api_key` goes with control calls, `api_key` with all others (and with control calls if it is
+        the only one). `owner`: whose pauses and weight updates those of these calls are, for our server.
+        `transport` replaces the network.
+        """
         self.base_url = base_url.rstrip("/")
         self._owner = owner
         self._keys = {False: api_key, True: admin_api_key or api_key}

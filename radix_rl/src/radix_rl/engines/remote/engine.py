@@ -303,31 +303,28 @@ class RemoteEngine(Engine):
         if server.get("disaggregation_mode") not in (None, "null"):
             raise ConfigurationError(
                 f"{self.base_url}: prefill/decode disaggregation ({server['disaggregation_mode']!r}) does "
-                "not work with "
-                "the output store; start the server without --disaggregation-mode, or set "
+                "not work with the output store; start the server without --disaggregation-mode, or set "
                 "output_store.enabled=false"
             )
         if found != needed:
             has = f"writes to {found!r}" if found else "has no output store"
             raise ConfigurationError(
-                f"{self.base_url}: the run needs the output store {needed!r}, but the server {has}; start "
-                "it with "
-                f"--output-store-backend {needed} --output-store-backend-extra-config JSON (SGLang and "
-                "vLLM need the "
-                "package radix-engine-plugins), or set output_store.enabled=false"
+                f"{self.base_url}: the run needs the output store {needed!r}, but the server {has}; start it "
+                f"with --output-store-backend {needed} --output-store-backend-extra-config JSON (SGLang and "
+                "vLLM need the package radix-engine-plugins), or set output_store.enabled=false"
             )
         self._check_same_store(server["output_store"])
         version = server["output_store"].get("ref_version")
         if version != REF_VERSION:
             raise ConfigurationError(
                 f"{self.base_url}: the server writes references of version {version!r}, this reader knows "
-                f"{REF_VERSION}; "
-                "install the same radix-transfer-plugins on both"
+                f"{REF_VERSION}; install the same radix-transfer-plugins on both"
             )
 
     def _check_same_store(self, told: Mapping[str, Any]) -> None:
-        """Compare what the server says of its store with the run's own. Raises ConfigurationError naming
-        both.
+        """Compare what the server says of its store with the run's own.
+
+        Raises ConfigurationError naming both.
         """
         if self._store is None:
             return

@@ -10,8 +10,10 @@ T = TypeVar("T")
 
 
 class LivenessWatch:
-    """Probes while at least one call is guarded; after `max_failures` failed probes in a row every guard
-    gives up."""
+    """Watches a server while at least one call is guarded.
+
+    After `max_failures` failed probes in a row every guard gives up.
+    """
 
     def __init__(
         self, probe: Callable[[], Awaitable[None]], *, interval_s: float = 2.0, max_failures: int = 3

@@ -73,9 +73,11 @@ class _ClientGoneError(Exception):
 
 
 class _News:
-    """What the items showed and the client has not been sent, at most `_MAX_BEHIND` of each. A client that
-    reads slowly misses partial outputs, each of which holds all tokens so far, instead of having them pile
-    up in memory."""
+    """What the items showed and the client has not been sent, at most `_MAX_BEHIND` of each.
+
+    A client that reads slowly misses partial outputs, each of which holds all tokens so far, instead of
+    having them pile up in memory.
+    """
 
     def __init__(self) -> None:
         self._order: asyncio.Queue[Item] = asyncio.Queue()
@@ -303,8 +305,11 @@ class Exchange(Response):
             self._owned.move(key, to=None)
 
     async def _break_off(self, scope: Scope, receive: Receive) -> None:
-        """The server stops and waits no longer. A stream that has begun says so; else the connection ends
-        without an answer, as that of a server that died: gateways and clients then ask another one."""
+        """The server stops and waits no longer.
+
+        A stream that has begun says so; else the connection ends without an answer, as that of a server that
+        died: gateways and clients then ask another one.
+        """
         if self._call.stream and self._started:
             error = EngineDeadError("the server stopped before this answer was complete")
             await self._send_error(error, scope, receive)

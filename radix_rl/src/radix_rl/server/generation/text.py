@@ -19,8 +19,9 @@ def decode(tokenizer: Tokenizer, token_ids: Sequence[int], options: TextOptions)
 def final_text(
     tokenizer: Tokenizer, output_ids: Sequence[int], finish_reason: FinishReason, options: TextOptions
 ) -> str:
-    """The text of a finished answer, without the stop token or from the stop string on, unless
-    `no_stop_trim`.
+    """Decode a finished answer.
+
+    Without the stop token, or from the stop string on, unless `no_stop_trim`.
     """
     matched = finish_reason.matched if finish_reason.type == "stop" else None
     if isinstance(matched, int) and not options.no_stop_trim and output_ids and output_ids[-1] == matched:
@@ -33,9 +34,11 @@ def final_text(
 
 
 class GrowingText:
-    """Text of a growing answer. What was shown once never changes: characters that are not complete yet, and
-    what may
-    turn out to be the beginning of a stop string, wait. The work per token does not grow with the answer."""
+    """Text of a growing answer.
+
+    What was shown once never changes: characters that are not complete yet, and what may turn out to be the
+    beginning of a stop string, wait. The work per token does not grow with the answer.
+    """
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer

@@ -203,8 +203,10 @@ async def abort_weight_update(request: Request) -> Response:
 
 @router.post("/update_weights_from_disk")
 async def update_weights_from_disk(request: Request) -> Response:
-    """Load a Hugging Face checkpoint of the same architecture: as a new version, or as the tensors of the
-    update that has begun."""
+    """Load a Hugging Face checkpoint of the same architecture.
+
+    As a new version, or as the tensors of the update that has begun.
+    """
     body = await read_body(request, DiskBody)
     if body.load_format not in (None, "auto", "safetensors") or body.manifest:
         raise RequestError(

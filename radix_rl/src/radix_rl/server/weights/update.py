@@ -10,8 +10,10 @@ from radix_rl.errors import EngineStateError, RequestError, WeightUpdateError
 
 
 class WeightUpdate:
-    """Begin, tensors, commit, as the engine has them; and the name of the new version, which a client gives
-    at the beginning, with the tensors, or not at all."""
+    """Begin, tensors, commit, as the engine has them, and the version's name.
+
+    A client gives the name at the beginning, with the tensors, or not at all.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -128,9 +130,11 @@ class WeightUpdate:
     async def at_once(
         self, version: str | None, *, abort_requests: bool, keep_pause: bool
     ) -> AsyncIterator[int]:
-        """A whole update around `add`s, with its number: begun and committed while the engine is paused, for
-        clients that do not do it themselves. What runs is computed again under the new weights, or ends with
-        what it has."""
+        """A whole update around `add`s; gives its number.
+
+        It is begun and committed while the engine is paused, for clients that do not do it themselves.
+        Requests that run are computed again under the new weights, or end with the tokens they have.
+        """
         self.check_closed()
         async with _paused(self._engine, abort=abort_requests, keep=keep_pause):
             number = await self.begin(version)

@@ -31,9 +31,9 @@ class NoSignalWarning:
             self._warn_at *= 2
             rewards = [task.sample.reward or 0.0 for task in tasks]
             logger.warning(
-                "step %d: for %d steps in a row no group had unequal rewards (the last: %g to %g); "
-                "nothing was learned. Does `score` find the answer, is max_new_tokens enough? "
-                "Use easier or harder problems, or raise rollout.samples_per_prompt",
+                "step %d: for %d steps in a row no group had unequal rewards (the last: %g to %g); nothing "
+                "was learned. Does `score` find the answer, is max_new_tokens enough? Use easier or harder "
+                "problems, or raise rollout.samples_per_prompt",
                 step,
                 self._steps,
                 min(rewards),

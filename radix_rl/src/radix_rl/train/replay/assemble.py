@@ -159,10 +159,9 @@ def _lost_message(samples: Sequence[Sample], fields: Sequence[str], error: Objec
         if key in text:
             return (
                 f"sample {sample.name}: field {segment.field!r} is lost, the store no longer holds key "
-                f"{key!r}; it was "
-                "deleted by another reader or by garbage collection, the process that held it ended, or the "
-                "engine writes to another store than this one: compare key_prefix and space of "
-                "output_store.config with those of the server"
+                f"{key!r}; it was deleted by another reader or by garbage collection, the process that held "
+                "it ended, or the engine writes to another store than this one: compare key_prefix and "
+                "space of output_store.config with those of the server"
             )
     return f"stored replay outputs are lost: {text}"
 

@@ -121,8 +121,7 @@ class RouterReplay(HookedReplay[_Experts]):
         if num_layers != self._num_layers:
             raise ReplayError(
                 f"routed experts have {num_layers} layers, but the model has {self._num_layers}; layers are "
-                "counted over "
-                "the whole model, dense ones included"
+                "counted over the whole model, dense ones included"
             )
         for layer in range(num_layers):
             rows = rows_btlk[:, :, layer]

@@ -1,5 +1,7 @@
-"""To servers, SGLang's own or ours, over a process group of the trainer (rank 0) and all ranks of all
-engines."""
+"""`broadcast`: to servers, SGLang's own or ours, over a process group.
+
+Its members are the trainer (rank 0) and all ranks of all engines.
+"""
 
 import asyncio
 import logging

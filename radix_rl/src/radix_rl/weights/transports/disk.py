@@ -23,8 +23,10 @@ _COPIED = ("config.json", "generation_config.json")
 
 
 class DiskTransport(WeightTransport[TakesCheckpoints]):
-    """One safetensors file a bucket; the folder gets its name when it is whole, and the one before goes when
-    the engines have read it. Tensors have the names of a checkpoint."""
+    """Writes one safetensors file a bucket, with the tensor names of a checkpoint.
+
+    The folder gets its name when it is whole, and the one before goes when the engines have read it.
+    """
 
     name: ClassVar[str] = "disk"
     needs: ClassVar[type] = TakesCheckpoints

@@ -85,8 +85,9 @@ class MooncakeBackend(Backend):
             raise status.unavailable(f"put of {len(values)} keys", code, self.config.master)
 
     def _put_once(self, values: Mapping[str, memoryview]) -> int:
-        """Status; unless it is 0, nothing of the put is left. Raises KeyExistsError when another writer was
-        faster.
+        """Status; unless it is 0, nothing of the put is left.
+
+        Raises KeyExistsError when another writer was faster.
         """
         trailer = Trailer.new()
         for group in _groups(values, self.config.local_buffer_bytes):
@@ -126,8 +127,7 @@ class MooncakeBackend(Backend):
             if len(value) + TRAILER_BYTES > limit:
                 raise StoreFullError(
                     f"mooncake: {self._shown([key])} needs {len(value) + TRAILER_BYTES} bytes of the local "
-                    "buffer, which "
-                    f"has {limit}; raise local_buffer_size"
+                    f"buffer, which has {limit}; raise local_buffer_size"
                 )
 
     def _require_absent(self, keys: Sequence[str]) -> None:
@@ -149,8 +149,7 @@ class MooncakeBackend(Backend):
             sizes = f"used {used}, free {total - used} (in pieces), capacity {total}"
         return StoreFullError(
             f"mooncake: no room in the segments for {needed} bytes after {self.config.wait_s:g} s: {sizes}. "
-            "Delete what "
-            "was read, run gc, or add segments"
+            "Delete what was read, run gc, or add segments"
         )
 
     def _capacity_if_known(self) -> Capacity | None:
@@ -163,8 +162,9 @@ class MooncakeBackend(Backend):
     # Removing what must not stay.
 
     def _remove_own(self, keys: Sequence[str], trailer: Trailer) -> None:
-        """Remove those of `keys` that carry this put's trailer; remember them if the master does not
-        answer.
+        """Remove those of `keys` that carry this put's trailer.
+
+        They are remembered if the master does not answer.
         """
         try:
             own = [key for key, found in self._trailers(keys).items() if found == trailer]
@@ -216,8 +216,7 @@ class MooncakeBackend(Backend):
                     raise ReadBufferError(
                         f"mooncake: {len(stored)} objects do not fit what is free of the local buffer of "
                         f"{self.config.local_buffer_bytes} bytes: unreleased views hold the rest. Release "
-                        "them first, read "
-                        "less at once, or raise local_buffer_size"
+                        "them first, read less at once, or raise local_buffer_size"
                     )
         return ViewLease([_payload(handle, key) for handle, key in zip(handles, keys, strict=True)])
 

@@ -24,8 +24,9 @@ _ENVIRONMENT = threading.Lock()
 
 
 class Client:
-    """The native store behind a counter of running calls: it is never closed under one, nor called once
-    closed.
+    """The native store behind a counter of running calls.
+
+    It is never closed under one, nor called once closed.
 
     Belongs to the process that made it: its threads do not survive a fork.
     """

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 
 class LocalBufferGate:
-    """Attempts run side by side; the retry of an attempt that found the buffer full runs with no other one
-    running.
+    """Runs attempts side by side, and retries alone.
+
+    The retry of an attempt that found the buffer full runs with no other one running.
 
     An attempt that waits has returned from the client, so it holds no buffer: waiting cannot keep the buffer
     full, and any number of attempts that fail together all finish, one after the other. New attempts queue

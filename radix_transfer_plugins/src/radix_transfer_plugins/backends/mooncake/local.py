@@ -82,9 +82,10 @@ class LocalMooncake:
         log_path: Path | None = None,
         flags: tuple[str, ...] = (),
     ) -> None:
-        """`segment_bytes` 0: no segment host. `host`: the address that the master and its HTTP server listen
-        at, loopback unless other machines are to reach them. `log_path`: a file for what both print. `flags`
-        go to mooncake_master.
+        """`segment_bytes` 0: no segment host.
+
+        `host`: the address that the master and its HTTP server listen at, loopback unless other machines are
+        to reach them. `log_path`: a file for what both print. `flags` go to mooncake_master.
 
         Raises ConfigError when Mooncake is not installed, StoreUnavailableError when it does not start.
         """

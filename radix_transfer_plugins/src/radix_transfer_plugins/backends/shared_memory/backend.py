@@ -287,10 +287,8 @@ class SharedMemoryBackend(Backend):
             free, limit = min(free_on_disk, max(0, capacity - usage.used_bytes)), f"capacity_bytes {capacity}"
         return StoreFullError(
             f"shared_memory: no room for {num_bytes} bytes after {self.config.wait_s:g} s: used "
-            f"{usage.used_bytes} bytes in "
-            f"{usage.objects} objects, free {free}, {limit} ({self.config.path}). Delete what was read, run "
-            "gc, or raise the "
-            "limit"
+            f"{usage.used_bytes} bytes in {usage.objects} objects, free {free}, {limit} "
+            f"({self.config.path}). Delete what was read, run gc, or raise the limit"
         )
 
 
@@ -306,9 +304,8 @@ def _open_visible(space: Space, name: str) -> int | None:
                     f"shared_memory: {name!r} is a symbolic link, not an object"
                 ) from error
             raise StoreUnavailableError(
-                f"shared_memory: cannot open {name!r}: {error.strerror}; every view of "
-                f"{_MIN_MAPPED_BYTES} bytes and "
-                "more holds a descriptor: release views earlier, or raise `ulimit -n`"
+                f"shared_memory: cannot open {name!r}: {error.strerror}; every view of {_MIN_MAPPED_BYTES} "
+                "bytes and more holds a descriptor: release views earlier, or raise `ulimit -n`"
             ) from error
         visibility = os.pread(file, 8, layout.VISIBILITY_OFFSET)
         if visibility != layout.PENDING.to_bytes(8, "little"):
@@ -385,8 +382,7 @@ def _view(file: int, key: str, lent: weakref.WeakSet[mmap.mmap]) -> memoryview:
         except OSError as error:
             raise StoreUnavailableError(
                 f"shared_memory: cannot map {key!r} ({file_bytes} bytes): {error.strerror}; release views "
-                "earlier, or raise "
-                "`ulimit -n`"
+                "earlier, or raise `ulimit -n`"
             ) from error
     layout.unpack_header(data[:offset], layout.object_name(key), file_bytes)
     return memoryview(data)[offset:]

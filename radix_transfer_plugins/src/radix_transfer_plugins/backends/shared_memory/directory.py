@@ -18,9 +18,8 @@ def open_private_directory(name: str | Path, parent: int | None = None) -> int:
     except OSError as error:
         raise ConfigError(
             f"shared_memory: cannot create {str(name)!r}: {error.strerror}. Its parent must be a writable "
-            "tmpfs: in Docker "
-            "give --shm-size or --ipc=host, elsewhere `mount -t tmpfs -o size=8g tmpfs /dev/shm`, or "
-            "configure `directory`"
+            "tmpfs: in Docker give --shm-size or --ipc=host, elsewhere `mount -t tmpfs -o size=8g tmpfs "
+            "/dev/shm`, or configure `directory`"
         ) from error
     try:
         directory = os.open(name, os.O_RDONLY | os.O_DIRECTORY | PRIVATE_FLAGS, dir_fd=parent)
@@ -34,7 +33,7 @@ def open_private_directory(name: str | Path, parent: int | None = None) -> int:
         os.close(directory)
         raise ConfigError(
             f"shared_memory: {str(name)!r} must belong to user {os.geteuid()} with mode 0700, got user "
-            f"{status.st_uid} with "
-            f"mode {stat.S_IMODE(status.st_mode):04o}; choose another space, or chown and chmod 700 it"
+            f"{status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}; choose another space, or chown "
+            "and chmod 700 it"
         )
     return directory

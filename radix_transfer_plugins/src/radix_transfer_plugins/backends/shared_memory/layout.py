@@ -81,8 +81,7 @@ def unpack_header(data: bytes, name: str, file_bytes: int) -> Header:
                 if file_bytes != expected:
                     raise CorruptObjectError(
                         f"object {header.key!r}: its file should hold {expected} bytes and holds "
-                        f"{file_bytes}; it was "
-                        "truncated or overwritten from outside. Delete it"
+                        f"{file_bytes}; it was truncated or overwritten from outside. Delete it"
                     )
     raise CorruptObjectError(
         f"file {name!r} of the space holds no valid object header; it was not written by this store"

@@ -182,8 +182,7 @@ class Space:
                     if time.monotonic() > deadline:
                         raise StoreUnavailableError(
                             f"shared_memory: {self.path}/lock was held for {LOCK_TIMEOUT_S:.0f} s by another "
-                            "process, which "
-                            "is stopped or stuck; `fuser` names it"
+                            "process, which is stopped or stuck; `fuser` names it"
                         ) from error
                     time.sleep(pause_s)
                     pause_s = min(2 * pause_s, 0.01)

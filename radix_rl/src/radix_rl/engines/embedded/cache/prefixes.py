@@ -1,5 +1,6 @@
-"""`PrefixCache`: a radix tree over token ids whose nodes hold what the slots held for them, replay rows
-included.
+"""`PrefixCache`: a radix tree over token ids.
+
+Its nodes hold what the slots held for them, replay rows included.
 
 A hit copies cached tokens into the request's slot, an insertion copies them out, so nodes need no locks:
 nothing points into the tree between two steps. All of it belongs to one weight version; the engine clears it
@@ -76,8 +77,9 @@ class PrefixCache:
             tensor.slots[slot, :, : len(places)].copy_(pool.index_select(0, index).transpose(0, 1))
 
     def insert(self, tokens: list[int], slot: int) -> None:
-        """Keep what a slot holds for `tokens`, as far as room can be made; what is cached already is not
-        copied again.
+        """Keep what a slot holds for `tokens`, as far as room can be made.
+
+        What is cached already is not copied again.
         """
         node, offset, places = self._walk(tokens)
         known = sum(map(len, places))
@@ -123,8 +125,9 @@ class PrefixCache:
         return upper
 
     def _take_places(self, count: int, keep: _Node) -> np.ndarray:
-        """Up to `count` free places, evicting the leaves that were unused for longest; `keep` and its parents
-        stay.
+        """Find up to `count` free places, evicting the leaves that were unused for longest.
+
+        `keep` and its parents stay.
         """
         if len(self._free) < count:
             self._evict(max(count, int(self.capacity_tokens * _SPARE_FRACTION)), keep)

@@ -19,8 +19,9 @@ def round_up_tokens(tokens: int) -> int:
 
 
 class SlotTensor:
-    """One cached quantity of all slots: `[slots, heads, stride, width]`, a view of flat memory owned by this
-    object.
+    """One cached quantity of all slots: `[slots, heads, stride, width]`.
+
+    A view of flat memory owned by this object.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class SlotTensor:
         self.allocate()
 
     def allocate(self) -> None:
-        """Zeros: attention multiplies masked positions by 0, and 0 times what fresh memory holds may be
-        NaN.
+        """Allocate the memory, filled with zeros.
+
+        Attention multiplies masked positions by 0, and 0 times what fresh memory holds may be NaN.
         """
         self._flat = torch.zeros(
             self._capacity_tokens * self.heads, self.width, dtype=self.dtype, device=self._device
@@ -64,8 +66,9 @@ class SlotTensor:
         self._flat.zero_()
 
     def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """`rows` `[n * heads]` int64 from `SlotCache.flat_rows`, `values` `[n * heads, width]`,
-        token-major.
+        """Write `values` `[n * heads, width]`, token-major, to `rows`.
+
+        `rows` `[n * heads]` int64 comes from `SlotCache.flat_rows`.
         """
         self._flat.index_copy_(0, rows, values)
 
@@ -139,8 +142,10 @@ class SlotCache:
         self.stride = stride
 
     def guard_from_non_finite(self, lengths: Sequence[int]) -> None:
-        """From now until `zero_vacated` is unset only the first `lengths[i]` tokens of slot i may be other
-        than 0."""
+        """Zero all but the first `lengths[i]` tokens of slot i.
+
+        Until `zero_vacated` is unset only those may be other than 0.
+        """
         self.zero_vacated = True
         self.divide(self.stride, lengths)
 
@@ -172,8 +177,9 @@ class SlotCache:
             tensor.allocate()
 
     def flat_rows(self, heads: int, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rows of `SlotTensor.write` for tokens at `(slots[i], positions[i])`: `[n * heads]` int64,
-        token-major.
+        """Rows of `SlotTensor.write` for tokens at `(slots[i], positions[i])`.
+
+        `[n * heads]` int64, token-major.
         """
         first = slots * (heads * self.stride) + positions
         if heads == 1:

@@ -1,5 +1,6 @@
-"""Hooks on the indexers of sparse-attention models (DeepSeek-V3.2, GLM-MoE-DSA): which key positions were
-kept.
+"""Hooks on indexers, which record the key positions that were kept.
+
+Sparse-attention models: DeepSeek-V3.2, GLM-MoE-DSA.
 """
 
 from typing import Any

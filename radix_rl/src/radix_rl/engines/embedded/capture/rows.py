@@ -52,8 +52,10 @@ class RowCapture:
         cache.on_settle(self._settle)
 
     def recorder(self, layer: int) -> Record:
-        """A function of a layer's choices `[..., k]` (k may be below top_k: the rest is -1) for a step's
-        tokens in the model's order. They are kept for several steps, in which nobody may change them.
+        """Make the function that records a layer's choices `[..., k]`.
+
+        They are those of a step's tokens in the model's order; k may be below top_k, the rest is -1. They are
+        kept for several steps, in which nobody may change them.
         """
 
         def record(choices: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
-"""How transformers models are made to read the slots: an attention function and a mask function under one
-name.
+"""How transformers models are made to read the slots.
+
+By an attention function and a mask function under one name.
 
 Outside an engine step both are transformers' own "sdpa", so a model whose configuration object is shared with
 the engine's model still works.
@@ -67,8 +68,10 @@ def slot_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`query` `[b, heads, S, d]`, `key`/`value` `[slots, key_heads, L, d]` from `ForwardStep.keys`; returns
-    `[b, S, heads, d]`.
+    """Attention of a step's queries over the slots.
+
+    `query` `[b, heads, S, d]`, `key`/`value` `[slots, key_heads, L, d]` from `ForwardStep.keys`; returns `[b,
+    S, heads, d]`.
 
     Query heads that share a key head become further rows of one attention problem, so keys are never repeated
     in memory.
@@ -115,8 +118,9 @@ def _attention_by_segment(
     attend: _Attend,
     short: bool,
 ) -> torch.Tensor:
-    """The tokens of one row `[1, heads, T, d]`, each segment by itself; `short`: by `_short_attention` where
-    its requests have one query each.
+    """Attention of the tokens of one row `[1, heads, T, d]`, each segment by itself.
+
+    `short`: by `_short_attention` where its requests have one query each.
     """
     tokens = query[0].transpose(0, 1)
     outputs, start = [], 0
@@ -173,8 +177,10 @@ def _by_head(keys: torch.Tensor, segment: Segment, count: int) -> torch.Tensor:
 def _short_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, masks: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """One query a request, `[n, heads, ..., d]`, in batched products; `keys`/`values`
-    `[n * key_heads, L, d]`, `masks` `[n * key_heads, 1, L]`; returns the shape of `query`.
+    """Attention of one query a request, in batched products.
+
+    `query` `[n, heads, ..., d]`, `keys`/`values` `[n * key_heads, L, d]`, `masks` `[n * key_heads, 1, L]`;
+    returns the shape of `query`.
     """
     grouped = query.reshape(len(keys), -1, query.shape[-1])
     weights = torch.baddbmm(masks, grouped, keys.transpose(1, 2), alpha=scale).softmax(dim=-1)

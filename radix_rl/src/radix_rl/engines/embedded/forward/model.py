@@ -78,8 +78,11 @@ def _move(model: PreTrainedModel, device: str) -> None:
 
 
 def _cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """What `from_pretrained(dtype=...)` does: buffers such as rotary frequencies stay as exact as they are,
-    and so do the parameters that the model class wants in float32."""
+    """Cast a model as `from_pretrained(dtype=...)` does.
+
+    Buffers such as rotary frequencies stay as exact as they are, and so do the parameters that the model
+    class wants in float32.
+    """
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -108,8 +111,11 @@ def _from_path(config: EmbeddedEngineSetup) -> PreTrainedModel:
 
 
 def load_checkpoint(path: Path, dtype: torch.dtype | None, **kwargs: Any) -> PreTrainedModel:
-    """Through transformers; None: the dtype it was saved in. Raises ConfigurationError for a folder that
-    holds no whole model: transformers itself would fill missing weights with random numbers."""
+    """Through transformers; None: the dtype it was saved in.
+
+    Raises ConfigurationError for a folder that holds no whole model: transformers itself would fill missing
+    weights with random numbers.
+    """
     check_index(path)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

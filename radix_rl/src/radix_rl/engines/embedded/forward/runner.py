@@ -39,7 +39,9 @@ class ModelRunner:
         max_tokens_per_step: int,
         keeps_all_rows: bool = False,
     ) -> None:
-        """`keeps_all_rows`: replay rows are captured of every request, also of those that ask for none, for
+        """Prepare a loaded model for steps.
+
+        `keeps_all_rows`: replay rows are captured of every request, also of those that ask for none, for
         requests that share a prefix with them.
         """
         self.loaded = loaded
@@ -88,8 +90,9 @@ class ModelRunner:
         return allocate_layers(cache, self._probed)
 
     def capture_routed_experts(self, num_experts: int, top_k: int) -> None:
-        """Hook every router of the target model. Raises ConfigurationError if there is none or one is
-        unknown.
+        """Hook every router of the target model.
+
+        Raises ConfigurationError if there is none or one is unknown.
         """
         routers = find_routers(self.loaded.layers, num_experts)
         if not routers:
@@ -116,8 +119,10 @@ class ModelRunner:
         self.captures[capture.field] = capture
 
     def forward(self, first_slot: int, sequences: Rows[Sequence], lengths: Rows[int]) -> torch.Tensor:
-        """Put the next `lengths[i]` tokens of `sequences[i]`, in slot `first_slot + i`, through the model;
-        all lengths are equal unless `mixes_lengths`. The caller is in inference mode.
+        """Put the next `lengths[i]` tokens of `sequences[i]` through the model.
+
+        Sequence i is in slot `first_slot + i`; all lengths are equal unless `mixes_lengths`. The caller is in
+        inference mode.
 
         Returns logits of each one's last token, `[len(sequences), vocab]`.
         """

@@ -31,8 +31,10 @@ class StepCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`key_states` and `value_states` `[b, heads, S, width]`; returns views
-        `[slots, heads, key_length, width]`, see `ForwardStep.keys`.
+        """Write a step's keys and values, and give the slots' views of all.
+
+        `key_states` and `value_states` `[b, heads, S, width]`; returns views `[slots, heads, key_length,
+        width]`, see `ForwardStep.keys`.
         """
         layer = self._tensors[layer_idx]
         assert layer.key is not None

@@ -66,8 +66,9 @@ class SamplingBatch:
         return self.sequences == list(sequences)
 
     def next_uniforms(self) -> torch.Tensor:
-        """Random numbers for each row's next token, float64 `[rows]`. From call to call every sequence gains
-        one token, the one sampled with them.
+        """Random numbers for each row's next token, float64 `[rows]`.
+
+        From call to call every sequence gains one token, the one sampled with them.
         """
         if not self._uniforms:
             positions = np.array([sequence.num_tokens for sequence in self.sequences], dtype=np.uint64)

@@ -16,8 +16,9 @@ class FinishCheck:
         self._tokenizer = tokenizer
 
     def after_token(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """Why the answer ends with this token, already appended; None: it goes on. The stop token stays in
-        the answer.
+        """Why the answer ends with this token, already appended; None: it goes on.
+
+        The stop token stays in the answer.
         """
         params = sequence.request.sampling
         if params.stop:

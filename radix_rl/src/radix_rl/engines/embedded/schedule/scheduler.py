@@ -34,7 +34,9 @@ class Scheduler:
         chunked_prefill_tokens: int,
         prefix_cache_tokens: int = 0,
     ) -> None:
-        """`captures` by field of TokenOutputStash; `mixes_lengths`: whether a step may hold requests with
+        """Start with an empty queue and empty slots.
+
+        `captures` by field of TokenOutputStash; `mixes_lengths`: whether a step may hold requests with
         unequal numbers of tokens.
         """
         self.slots = SlotTable(cache, max_running_requests)
@@ -177,8 +179,9 @@ class Scheduler:
         sequence.on_finish(sequence)
 
     def retract_all(self) -> None:
-        """Put running requests back to the head of the queue, in order of their slots. What they sampled
-        stays, their slots are freed.
+        """Put running requests back to the head of the queue, in order of their slots.
+
+        What they sampled stays, their slots are freed.
         """
         for slot in range(len(self.running) - 1, -1, -1):
             sequence = self.running[slot]
@@ -217,8 +220,9 @@ class Scheduler:
             self.prefixes.clear()
 
     def _keep_prefix(self, sequence: Sequence, slot: int) -> None:
-        """Offer a slot's keys and values to later requests, unless two weight versions computed them or they
-        may not be finite.
+        """Offer a slot's keys and values to later requests.
+
+        Not if two weight versions computed them, nor if they may not be finite.
         """
         if self.prefixes is None or self._cache.zero_vacated:
             return

@@ -1,5 +1,6 @@
-"""`Sequence`: one request on its way through the engine. Owned by the worker thread from submission to
-finish.
+"""`Sequence`: one request on its way through the engine.
+
+Owned by the worker thread from submission to finish.
 """
 
 from collections.abc import Callable
@@ -73,8 +74,9 @@ class Sequence:
 
     @property
     def reserved_tokens(self) -> int:
-        """Cache that the longest possible answer takes; the last sampled token never goes through the
-        model.
+        """Tokens of cache that the longest possible answer takes.
+
+        The last sampled token never goes through the model.
         """
         return self.prompt_tokens + max(self.request.sampling.max_new_tokens - 1, 0)
 

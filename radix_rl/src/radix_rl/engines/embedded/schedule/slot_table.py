@@ -74,8 +74,9 @@ class SlotTable:
         self.num_decoding += count
 
     def remove(self, slot: int) -> None:
-        """Free a slot; other requests move so that no hole remains. Call in descending order to move the
-        least.
+        """Free a slot; other requests move so that no hole remains.
+
+        Call in descending order to move the least.
         """
         hole = slot
         if slot < self.num_decoding:

@@ -1,5 +1,6 @@
-"""Forward functions of whole models without transformers' decorators, which cost a small model's step two
-percent.
+"""Forward functions of whole models without transformers' decorators.
+
+They cost a small model's step two percent.
 
 The decorators fill in arguments that the caller omits, from the configuration, and collect further outputs on
 request. The engine passes every argument that it needs and requests none.

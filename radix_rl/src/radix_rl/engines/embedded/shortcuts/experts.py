@@ -34,8 +34,10 @@ def grouped_experts(model: PreTrainedModel) -> list[Any]:
 
 
 def by_input(weights: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
-    """The same tensor, laid out so that all weights of one input lie together, if it holds the matrices of
-    float32 experts: torch multiplies a few rows by such in up to 40 percent less time than by others.
+    """Lay a tensor of float32 experts out so that all weights of one input lie together.
+
+    Others are returned as they are. torch multiplies a few rows by such matrices in up to 40 percent less
+    time.
     """
     if weights.dim() != 3 or weights.dtype != torch.float32:
         return weights
@@ -45,7 +47,9 @@ def by_input(weights: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
 def sorted_experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """`hidden_states` `[tokens, hidden]`, `top_k_index` int64 and `top_k_weights` `[tokens, k]`; returns
+    """Apply the chosen experts, sorted by expert.
+
+    `hidden_states` `[tokens, hidden]`, `top_k_index` int64 and `top_k_weights` `[tokens, k]`; returns
     `[tokens, hidden]`. `self` is a module under transformers' `use_experts_implementation`.
     """
     expert_ids, order = top_k_index.reshape(-1).sort()
@@ -69,8 +73,10 @@ def _expert_numbers(num_experts: int, device: torch.device) -> torch.Tensor:
 def _products(
     experts: Any, name: str, rows: torch.Tensor, ends: torch.Tensor, bias_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """`rows` `[tokens * k, width]` times the weights of their experts. They are by expert: `ends` `[experts]`
-    int32 is where each one's rows end. `bias_ids` `[tokens * k]`: the rows' experts, if these have a bias.
+    """`rows` `[tokens * k, width]` times the weights of their experts.
+
+    They are by expert: `ends` `[experts]` int32 is where each one's rows end. `bias_ids` `[tokens * k]`: the
+    rows' experts, if these have a bias.
     """
     weights = getattr(experts, name)
     if not experts.is_transposed:

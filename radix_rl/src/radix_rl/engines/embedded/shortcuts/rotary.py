@@ -15,8 +15,9 @@ _NAME = "apply_rotary_pos_emb"
 
 
 def use_short_rotary(model: torch.nn.Module) -> None:
-    """In modules whose forward function calls one of transformers' that is seen to give the same bits. The
-    function itself stays as it is, for other models.
+    """In modules whose forward function calls one of transformers' that is seen to give the same bits.
+
+    The function itself stays as it is, for other models.
     """
     shorts: dict[Rotary, _ShortRotary] = {}
     for module in model.modules():

@@ -4,8 +4,10 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 
 class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """SGLang's own CPU platform wants kernels that its wheel for CUDA does not hold; this one asks for
-    none."""
+    """A CPU platform for SGLang that asks for no kernels.
+
+    SGLang's own wants some that its wheel for CUDA does not hold.
+    """
 
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()

@@ -21,8 +21,11 @@ def activate() -> None:
 
 
 def _pack_updated_experts(method_class: type) -> None:
-    """On CPUs vLLM packs the experts' weights for its kernel when they are loaded, but not when they are
-    loaded again: the kernel would read the new weights as if they were packed."""
+    """Pack experts' weights again when they are loaded again.
+
+    On CPUs vLLM packs them for its kernel when they are first loaded only: the kernel would read new weights
+    as if they were packed.
+    """
     if hasattr(method_class, _MARK):
         return
     setup_kernel = method_class._setup_kernel
