@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from radix_rl.errors import DataError, TrainingError
+from radix_rl.errors import DataError, RewardError, TrainingError
 from radix_rl.launch.store import open_run_store
 from radix_rl.train import rank_trainer as rank
 from radix_rl.train.distributed import DistributedTrainer
@@ -62,6 +62,8 @@ def test_a_read_that_fails_frees_its_objects(config_and_count, environment, monk
 
 def test_a_score_that_raises_frees_the_objects_of_every_sample(config_and_count, environment):
     config, count = config_and_count
+    rewards = config.rollout.rewards.model_copy(update={"max_failed": 3})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"rewards": rewards})})
 
     class Broken(type(environment)):
         def score(self, problem, output_ids, text):
@@ -69,7 +71,7 @@ def test_a_score_that_raises_frees_the_objects_of_every_sample(config_and_count,
                 raise DataError("problem p2 has no answer")
             return 1.0
 
-    with pytest.raises(DataError, match="p2"):
+    with pytest.raises(RewardError, match="p2"):
         train(config, lambda step, metrics: None, Broken())
     assert count() == 0
 

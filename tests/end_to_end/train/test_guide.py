@@ -1,4 +1,4 @@
-"""The Python of the training guide runs as written, given the names that it leaves to the reader."""
+"""The Python of the training guide runs as written, beside a run.toml."""
 
 import re
 from pathlib import Path
@@ -26,11 +26,11 @@ num_threads = 1
 """
 
 
-def test_the_loop_with_an_environment_of_ones_own_runs(environment, model_path, tmp_path, capsys):
+def test_the_script_with_an_environment_of_ones_own_runs(model_path, tmp_path, monkeypatch, capsys):
     (text,) = BLOCK.findall(GUIDE.read_text())
-    path = tmp_path / "run.toml"
-    path.write_text(CONFIG.format(folder=tmp_path, model=model_path))
-    namespace = {"__name__": "guide", "path": path, "MyEnvironment": type(environment)}
+    (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path, model=model_path))
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
     exec(compile(text, str(GUIDE), "exec"), namespace)
     assert namespace["outcome"].state.step == 1
     assert namespace["outcome"].objects_left == 0

@@ -25,11 +25,15 @@ def run(make_config, environment, urls, **sections):
     return steps
 
 
-def test_a_fleet_trains_through_the_store_and_inline_and_gets_every_version(make_config, environment, serve):
+def test_a_fleet_trains_through_the_store_and_inline_and_gets_every_version(
+    make_config, environment, serve, tmp_path
+):
     urls = [server.url for server in serve(2, *STORE, *STORE_CONFIG)]
     stored = run(make_config, environment, urls, output_store={"key_prefix": PREFIX})
     versions = [httpx.get(f"{url}/model_info").json()["weight_version"] for url in urls]
-    inline = run(make_config, environment, urls, output_store={"enabled": False})
+    inline = run(
+        make_config, environment, urls, output_store={"enabled": False}, output_dir=str(tmp_path / "inline")
+    )
     assert versions == ["2", "2"]
     for step in (1, 2):
         assert stored[step]["gap/max_ratio_deviation_with_replay"] < 1e-4
