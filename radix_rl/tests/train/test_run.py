@@ -25,7 +25,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def fails_to_start(monkeypatch):
-    async def fail(*_):
+    async def fail(*_, **__):
         raise DataError("train.jsonl, line 3: broken")
 
     monkeypatch.setattr(run, "build_and_run", fail)
@@ -54,6 +54,31 @@ def test_a_directory_that_holds_a_run_is_refused_and_kept_as_it_was(config, fail
         train(config)
     assert [found for found in config.output_dir.rglob("*") if found.is_file()] == [path]
     assert path.read_text() == '{"step": 1}\n'
+
+
+def test_a_run_that_failed_after_its_first_evaluation_can_be_started_again(config, fails_to_start):
+    config.output_dir.mkdir()
+    (config.output_dir / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
+    with pytest.raises(DataError, match="line 3"):
+        train(config)
+
+
+def test_resuming_a_finished_run_says_so_and_changes_nothing(config, caplog):
+    checkpoint = config.output_dir / "checkpoints/step-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text('{"step": 1, "next_problem": 8, "optimizer_steps": 1}')
+    (config.output_dir / "summary.json").write_text('{"steps": 1.0, "objects_left": 0}')
+    before = {path: path.read_bytes() for path in config.output_dir.rglob("*.json")}
+    again = config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"resume": "latest"})}
+    )
+    outcome = train(again)
+    assert f"nothing to do: {checkpoint} is at step 1 of train.steps = 1" in caplog.text
+    assert outcome.state.step == 1
+    assert outcome.summary == {"steps": 1.0, "objects_left": 0}
+    assert (outcome.objects_left, outcome.written) == (0, ())
+    files = [path for path in config.output_dir.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert {path: path.read_bytes() for path in files} == before
 
 
 def test_an_output_directory_that_cannot_be_written_is_a_clear_error(config, fails_to_start):

@@ -1,5 +1,6 @@
-"""A run that is told to stop deletes what it stored."""
+"""A run that is told to stop deletes what it stored, and says how to go on."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -39,17 +40,23 @@ def as_a_script_s_background_job():
 
 
 @pytest.mark.parametrize(
-    ("sent", "before"),
-    [(signal.SIGINT, None), (signal.SIGTERM, as_a_script_s_background_job)],
-    ids=["SIGINT", "SIGTERM"],
+    ("sent", "before", "overrides"),
+    [
+        (signal.SIGINT, None, []),
+        (signal.SIGTERM, as_a_script_s_background_job, ["checkpoint.save_on_interrupt=true"]),
+    ],
+    ids=["SIGINT", "SIGTERM, saving"],
 )
-def test_a_signal_ends_the_run_without_a_traceback_and_leaves_no_object(sent, before, model_path, tmp_path):
+def test_a_signal_ends_the_run_in_good_order(sent, before, overrides, model_path, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(CONFIG.format(folder=tmp_path, model=model_path, prefix=PREFIX))
     metrics = tmp_path / "run/metrics.jsonl"
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(
-            [*RADIX_RL, "train", str(path)], stdout=output, stderr=subprocess.STDOUT, preexec_fn=before
+            [*RADIX_RL, "train", str(path), *overrides],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=before,
         )
     try:
         ends = time.monotonic() + 120
@@ -65,6 +72,16 @@ def test_a_signal_ends_the_run_without_a_traceback_and_leaves_no_object(sent, be
     printed = (tmp_path / "output").read_text()
     assert status == 130, printed
     assert "Traceback" not in printed
+    checkpoints = tmp_path / "run/checkpoints"
+    if overrides:
+        last = json.loads(metrics.read_text().splitlines()[-1])["step"]
+        assert [found.name for found in checkpoints.iterdir()] == [f"step-{last}"]
+        kept = f"{checkpoints}/step-{last} is kept"
+    else:
+        assert not checkpoints.exists()
+        kept = "no checkpoint was saved, so that it begins again"
+    command = " ".join(["radix-rl train", str(path), *overrides, "checkpoint.resume=latest"])
+    assert printed.endswith(f"interrupted: {kept}; go on with\n  {command}\n")
     store = OutputStore(backend=create_backend("shared_memory"), key_prefix=PREFIX)
     assert list(store.list_objects()) == []
     store.close()

@@ -69,13 +69,18 @@ def train(
     # Before PyTorch, which takes seconds: a misspelled setting is answered at once.
     settings = load_config(config, overrides or [])
     with Console(stderr=True).status("Loading PyTorch and transformers ..."):
+        from radix_rl.cli.going_on import how_to_go_on
         from radix_rl.train.run import train as train_run
 
     # A scheduler's SIGTERM takes the run down as Ctrl-C does: what it stored is deleted. Scripts start their
     # background jobs with SIGINT ignored, which would swallow both.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    outcome = train_run(settings)
+    try:
+        outcome = train_run(settings)
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: {how_to_go_on(settings, config, overrides or [])}", err=True)
+        raise typer.Exit(128 + signal.SIGINT) from None
     for path in outcome.written:
         typer.echo(f"wrote {path}")
 

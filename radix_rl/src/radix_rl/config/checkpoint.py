@@ -16,3 +16,6 @@ class CheckpointConfig(Section):
     """The so many that were written last stay."""
     resume: Literal["never", "latest"] | FilePath = "never"
     """latest: the newest checkpoint of the output directory, if it has one. A path: that checkpoint."""
+    save_on_interrupt: bool = False
+    """true: Ctrl-C and SIGTERM save a checkpoint of the last step that trained before they end the run; a
+    step in training is finished first. false: they end it at once."""

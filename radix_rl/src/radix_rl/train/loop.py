@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from radix_rl.concurrency import in_thread_to_end
+from radix_rl.concurrency import in_thread_to_end, to_end
 from radix_rl.config import RunConfig
 from radix_rl.launch.store import RunStore
 from radix_rl.observe.tolerance import Tolerance
@@ -66,60 +66,132 @@ class RunParts:
     tolerance: Tolerance = field(default_factory=Tolerance)
 
 
+@dataclass
+class Position:
+    """Where a run is."""
+
+    state: RunState
+    """After the last step that trained."""
+    saved_step: int
+    """Step of the newest checkpoint."""
+    unlogged: dict[str, float] | None = None
+    """Metrics of the step that `state` follows, until they are logged."""
+    can_save: bool = True
+    """False while the trainer works, and after it failed: its weights may lie between two steps."""
+
+
 async def run_steps(parts: RunParts, state: RunState) -> RunState:
     """Steps from `state` to the configured number of them; the state after the last.
 
-    The stored objects of a step are deleted when the step has trained on them, and when it raises.
+    The stored objects of a step are deleted when the step has trained on them, and when it raises. A
+    cancellation saves what has trained if `checkpoint.save_on_interrupt` is set.
     """
+    at = Position(state, saved_step=state.step)
+    try:
+        await _run_steps(parts, at)
+    except asyncio.CancelledError:
+        if parts.config.checkpoint.save_on_interrupt:
+            await save_interrupted(parts, at)
+        raise
+    return at.state
+
+
+async def _run_steps(parts: RunParts, at: Position) -> None:
     config = parts.config
-    first_step = state.step
-    if _is_due(config.eval.every_steps, 0) and first_step == 0:
+    if _is_due(config.eval.every_steps, 0) and at.state.step == 0:
         parts.log(0, await evaluate(parts))
-    while state.step < config.train.steps:
-        state, metrics = await run_step(parts, state)
-        is_last = state.step == config.train.steps
-        if _is_due(config.eval.every_steps, state.step, is_last):
+    while at.state.step < config.train.steps:
+        metrics = await run_step(parts, at)
+        step = at.state.step
+        is_last = step == config.train.steps
+        if _is_due(config.eval.every_steps, step, is_last):
             metrics |= await evaluate(parts)
-        if is_last or (config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0):
+        if is_last or (config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0):
             with _timed(metrics, "checkpoint"):
-                await asyncio.to_thread(parts.trainer.save, state)
-        parts.log(state.step, metrics)
-    return state
+                await to_end(save(parts, at))
+        at.unlogged = None
+        parts.log(step, metrics)
 
 
-async def run_step(parts: RunParts, state: RunState) -> tuple[RunState, dict[str, float]]:
-    """One step; the state after it and its metrics."""
+async def run_step(parts: RunParts, at: Position) -> dict[str, float]:
+    """One step, after which `at` is; its metrics."""
     config, metrics = parts.config, {}
-    step = state.step
+    step = at.state.step
     samples: list[Sample] = []
     try:
         with _timed(metrics, "generate"):
-            rollout = await collect_samples(parts, state, samples)
+            rollout = await collect_samples(parts, at.state, samples)
         metrics |= rollout_metrics(samples)
         metrics["rollout/equal_groups_share"] = rollout.equal_groups / rollout.groups
         metrics["rollout/failed_rewards"] = float(rollout.failed_rewards)
         metrics["rollout/tokens_per_second"] = rollout.response_tokens / metrics["time/generate_s"]
         plan = plan_step(config, samples, step)
         parts.no_signal.after_plan(step + 1, plan)
-        with _timed(metrics, "step"):
-            metrics |= await asyncio.to_thread(
-                parts.trainer.step,
-                plan,
-                measure_without_replay=_is_due(config.train.gap_without_replay_every_steps, step),
-            )
+        await _unbroken(parts, train_on(parts, at, plan, rollout, metrics))
     finally:
         if parts.run_store is not None:
             await in_thread_to_end(delete_refs, samples, parts.run_store.store)
-    with _timed(metrics, "sync"):
-        metrics |= await parts.synchronizer.sync(step + 1, parts.trainer.named_weights())
+    await _unbroken(parts, sync(parts, at, metrics))
     if parts.run_store is not None and (left := await count_objects(parts)) is not None:
         metrics["store/objects"] = float(left)
     tokens = sum(len(sample.tokens) for sample in samples)
     metrics["train/tokens_per_second"] = tokens / metrics["time/train_s"]
-    after = RunState(
+    return metrics
+
+
+async def train_on(
+    parts: RunParts,
+    at: Position,
+    plan: Sequence[Sequence[SampleTask]],
+    rollout: "Rollout",
+    metrics: dict[str, float],
+) -> None:
+    """Train a step's plan: `at` moves, `metrics` grow."""
+    step = at.state.step
+    at.can_save = False
+    with _timed(metrics, "step"):
+        metrics |= await asyncio.to_thread(
+            parts.trainer.step,
+            plan,
+            measure_without_replay=_is_due(parts.config.train.gap_without_replay_every_steps, step),
+        )
+    at.state = RunState(
         step=step + 1, next_problem=rollout.next_problem, optimizer_steps=parts.trainer.optimizer_steps
     )
-    return after, metrics
+    at.unlogged = metrics
+    at.can_save = True
+
+
+async def sync(parts: RunParts, at: Position, metrics: dict[str, float]) -> None:
+    """Send the trained weights to the engines."""
+    at.can_save = False
+    with _timed(metrics, "sync"):
+        metrics |= await parts.synchronizer.sync(at.state.step, parts.trainer.named_weights())
+    at.can_save = True
+
+
+async def _unbroken(parts: RunParts, work: Coroutine[Any, Any, None]) -> None:
+    """Run what uses the trainer: to its end where an interrupt is to save."""
+    await (to_end(work) if parts.config.checkpoint.save_on_interrupt else work)
+
+
+async def save(parts: RunParts, at: Position) -> None:
+    """Write a checkpoint of where the run is."""
+    at.can_save = False
+    await asyncio.to_thread(parts.trainer.save, at.state)
+    at.saved_step = at.state.step
+    at.can_save = True
+
+
+async def save_interrupted(parts: RunParts, at: Position) -> None:
+    """Write the checkpoint and the metrics that an interrupted run has and that are not on disk yet."""
+    if not at.can_save:
+        logger.warning("no checkpoint is saved at this interrupt: the trainer failed within a step")
+        return
+    if at.state.step > at.saved_step:
+        await to_end(save(parts, at))
+    if at.unlogged is not None:
+        parts.log(at.state.step, at.unlogged)
 
 
 async def count_objects(parts: RunParts) -> int | None:

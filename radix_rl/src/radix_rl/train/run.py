@@ -27,7 +27,9 @@ from radix_rl.launch.store import (
     with_key_prefix,
 )
 from radix_rl.observe.metrics import FILE_NAME as METRICS_FILE
+from radix_rl.observe.metrics import read_metrics
 from radix_rl.observe.observer import RunObserver
+from radix_rl.observe.summary import read_summary
 from radix_rl.rollout.environments.base import Environment
 from radix_rl.rollout.environments.factory import create_environment
 from radix_rl.rollout.generation import RolloutGenerator
@@ -88,6 +90,14 @@ def _train(
     logger.info("stored outputs have the key prefix %s", prefix)
     checkpoint = find_checkpoint(config.checkpoint.resume, config.output_dir / "checkpoints")
     state = read_state(checkpoint) if checkpoint else RunState(step=0, next_problem=0, optimizer_steps=0)
+    if checkpoint is not None and state.step >= config.train.steps:
+        logger.warning(
+            "nothing to do: %s is at step %d of train.steps = %d; raise train.steps to go on",
+            checkpoint,
+            state.step,
+            config.train.steps,
+        )
+        return finished_before(config, state)
     with RunObserver(config, first_step=state.step, show_progress=show_progress) as observer:
 
         def log_step(step: int, metrics: dict[str, float]) -> None:
@@ -108,6 +118,12 @@ def _train(
     return RunOutcome(state=state, objects_left=objects_left, summary=summary, written=written)
 
 
+def finished_before(config: RunConfig, state: RunState) -> RunOutcome:
+    """The outcome of a run that has no steps left; nothing is written."""
+    summary = read_summary(config.output_dir)
+    return RunOutcome(state=state, objects_left=summary.get("objects_left"), summary=summary, written=())
+
+
 def refuse_a_run_that_is_there(config: RunConfig) -> None:
     """Raise ConfigurationError for an output directory with a step or a checkpoint to lose.
 
@@ -116,7 +132,8 @@ def refuse_a_run_that_is_there(config: RunConfig) -> None:
     if config.checkpoint.resume != "never":
         return
     metrics = config.output_dir / METRICS_FILE
-    has_steps = metrics.is_file() and metrics.stat().st_size > 0
+    # The evaluation before the first step has the number 0.
+    has_steps = metrics.is_file() and any(record["step"] > 0 for record in read_metrics(metrics))
     if has_steps or find_checkpoint("latest", config.output_dir / "checkpoints") is not None:
         raise ConfigurationError(
             f"output_dir: {str(config.output_dir)!r} holds a run already; name another directory, remove it, "
