@@ -5,6 +5,7 @@ shapes.json        what the functions and classes that are hooked look like in t
 hooks.py           registers hooks and refuses a launch when one does not fit
 settings.py        what the operator asked for, and what is refused at launch
 flags.py           the two flags, on the command line and for `sglang.Engine`
+frontend.py        all hooks of a process that talks to clients
 request_fields.py  the request field, on /generate, chat and `sglang.Engine`
 marking.py         tokenizer -> scheduler: which requests opted in; warm-ups of n > 1
 capture.py         scheduler: rows leave the inline path

@@ -5,5 +5,6 @@ packed.py              SGLang's flattened bucket, without padding
 wire.py                a bucket as the binary body of our server
 checkpoint_names.py    a model's tensors as its checkpoint calls them
 checkpoint_folder.py   what is wrong with a folder of weights
+finite.py              whether weights are all finite
 safetensors.py         SGLang's JSON body with safetensors in place of pickles
 """

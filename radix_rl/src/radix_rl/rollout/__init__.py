@@ -1,6 +1,7 @@
 """Rollout: problems in, scored samples out.
 
 generation.py      a step's samples: groups of requests, scores, errors
+scoring.py         rewards, in threads beside generation, within a time limit
 environments/      problems and rewards, one file an environment
 session.py         a conversation of several turns that becomes one sample
 sample.py          one sequence on its way from rollout to trainer
