@@ -6,4 +6,5 @@ serve.py      `radix-rl serve`
 gateway.py    `radix-rl gateway`
 store.py      `radix-rl store`
 config.py     `radix-rl config`
+going_on.py   what an interrupted run kept, and the command that goes on
 """

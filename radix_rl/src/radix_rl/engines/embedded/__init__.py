@@ -11,7 +11,6 @@ outputs.py     a finished request's answer, with its replay rows
 weights.py     new weights, staged and committed
 build.py       an engine from its configuration
 config.py      the settings
-device.py      where the model lies
 stats.py       figures for metrics
 schedule/      queue, slots, chunks of prompts, ends
 cache/         memory for keys and values
