@@ -178,16 +178,21 @@ def memory_store():
 async def serve(memory_store) -> AsyncIterator[Callable[..., Any]]:
     """`await serve()` starts a server.
 
-    Keywords replace its settings; `with_store=False` leaves the store out.
+    Keywords replace its settings; `with_store=False` leaves the store out, `key_prefix` is another one.
     """
     _, config = memory_store
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(
-            *, with_store: bool = True, sock: socket.socket | None = None, **settings: Any
+            *,
+            with_store: bool = True,
+            key_prefix: str = config["key_prefix"],
+            sock: socket.socket | None = None,
+            **settings: Any,
         ) -> LocalServer:
+            place = config | {"key_prefix": key_prefix}
             writer = (
-                OutputStoreWriter(OutputStore(backend=create_backend("memory", config)))
+                OutputStoreWriter(OutputStore(backend=create_backend("memory", place)))
                 if with_store
                 else None
             )

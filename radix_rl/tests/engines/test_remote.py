@@ -8,6 +8,7 @@ import torch
 
 from radix_rl.addresses import host_and_port
 from radix_rl.config.engine import RemoteSettings
+from radix_rl.engines.pool import EnginePool
 from radix_rl.engines.remote import engine as engine_module
 from radix_rl.engines.remote.engine import RemoteEngine
 from radix_rl.engines.remote.liveness import LivenessWatch
@@ -397,3 +398,19 @@ async def test_a_server_that_stores_elsewhere_is_refused_before_the_first_reques
     assert server.engine.served == []
     await engine.close()
     store.close()
+
+
+async def test_two_servers_of_one_run_with_different_prefixes_are_refused_at_start(serve, memory_store):
+    same, other = await serve(), await serve(key_prefix="other/run")
+    engines = [
+        RemoteEngine(url, RemoteSettings(), needs_output_store="memory", store=memory_store[0])
+        for url in (same.url, other.url)
+    ]
+    pool = EnginePool(engines)
+    with pytest.raises(ConfigurationError) as refused:
+        await pool.start()
+    assert str(refused.value).startswith(
+        f"{other.url}: the server's output store has key_prefix 'other/run', this run's has 'test/run'"
+    )
+    assert same.engine.served == other.engine.served == []
+    await pool.close()

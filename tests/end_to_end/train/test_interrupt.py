@@ -72,6 +72,7 @@ def test_a_signal_ends_the_run_in_good_order(sent, before, overrides, model_path
     printed = (tmp_path / "output").read_text()
     assert status == 130, printed
     assert "Traceback" not in printed
+    assert printed.startswith(f"run: stored outputs have the key prefix {PREFIX}\n")
     checkpoints = tmp_path / "run/checkpoints"
     if overrides:
         last = json.loads(metrics.read_text().splitlines()[-1])["step"]

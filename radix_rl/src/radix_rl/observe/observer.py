@@ -1,5 +1,6 @@
 """`RunObserver`: configuration, metrics, progress, summary and report of one run."""
 
+import logging
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,8 @@ from radix_rl.observe.report import write_report
 from radix_rl.observe.summary import summarize, write_summary
 from radix_rl.observe.tolerance import Tolerance
 from radix_rl.observe.trackers.factory import create_trackers
+
+logger = logging.getLogger(__name__)
 
 
 class RunObserver:
@@ -56,7 +59,18 @@ class RunObserver:
                     RunProgress(folder.name, total, first_step=self._first_step)
                 )
             self._stack = stack.pop_all()
+        self._tell_key_prefix()
         return self
+
+    def _tell_key_prefix(self) -> None:
+        """What finds the stored outputs of a run that was killed is on the console from the first second."""
+        if (prefix := self._config.output_store.key_prefix) is None:
+            return
+        text = f"stored outputs have the key prefix {prefix}"
+        if self._progress is None:
+            logger.info(text)
+        else:
+            self._progress.note(text)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

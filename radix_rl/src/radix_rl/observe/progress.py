@@ -78,6 +78,10 @@ class RunProgress:
                 f"{self._title}: step {step}/{self._total_steps}  {figures}", highlight=False, soft_wrap=True
             )
 
+    def note(self, text: str) -> None:
+        """Print a line that stays above the bar."""
+        self._console.print(f"{self._title}: {text}", highlight=False, markup=False, soft_wrap=True)
+
     def _figures(self, step: int, *, keep_older: bool) -> str:
         parts = []
         for label, _, _ in SHOWN:

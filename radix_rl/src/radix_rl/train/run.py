@@ -87,7 +87,6 @@ def _train(
     prefix_before = key_prefix_before(config.output_dir)
     config = with_key_prefix(config)
     prefix = config.output_store.key_prefix
-    logger.info("stored outputs have the key prefix %s", prefix)
     checkpoint = find_checkpoint(config.checkpoint.resume, config.output_dir / "checkpoints")
     state = read_state(checkpoint) if checkpoint else RunState(step=0, next_problem=0, optimizer_steps=0)
     if checkpoint is not None and state.step >= config.train.steps:
