@@ -29,8 +29,8 @@ MIN_K3_RATIO = 2.0
 SUMMARY_KEYS = (
     "accuracy_before",
     "accuracy_after",
-    "gap_with_replay",
-    "gap_without_replay",
+    "mismatch_with_replay",
+    "mismatch_without_replay",
     "k3_with_replay",
     "k3_without_replay",
     "router_disagreement",
@@ -132,7 +132,7 @@ def show_results(summary: Mapping[str, float | str]) -> int:
 def check_claims(summary: Mapping) -> list[tuple[str, str, bool]]:
     """(what is claimed, the figures, whether it holds)"""
     before, after = summary["accuracy_before"], summary["accuracy_after"]
-    with_replay, without = summary["gap_with_replay"], summary["gap_without_replay"]
+    with_replay, without = summary["mismatch_with_replay"], summary["mismatch_without_replay"]
     k3_with, k3_without = summary["k3_with_replay"], summary["k3_without_replay"]
     inline, store = summary["response_bytes_inline"], summary["response_bytes_store"]
     return [

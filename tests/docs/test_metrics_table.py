@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "radix_rl/src/radix_rl"
-NAME = re.compile(r"(?:rollout|train|gap|replay|eval|store|weights|time)/[a-z0-9_*]*[a-z0-9*]")
+NAME = re.compile(r"(?:rollout|train|mismatch|replay|eval|store|weights|time)/[a-z0-9_*]*[a-z0-9*]")
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:

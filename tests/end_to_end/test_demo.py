@@ -15,8 +15,8 @@ DEMO = Path(__file__).resolve().parents[2] / "examples/demo"
 GOOD = {
     "accuracy_before": 0.4,
     "accuracy_after": 0.7,
-    "gap_with_replay": 1e-3,
-    "gap_without_replay": 2e-3,
+    "mismatch_with_replay": 1e-3,
+    "mismatch_without_replay": 2e-3,
     "k3_with_replay": 1e-5,
     "k3_without_replay": 4e-5,
     "router_disagreement": 0.03,
@@ -113,7 +113,7 @@ def test_good_figures_pass(demo, capsys):
     [
         ("accuracy_after", 0.6),
         ("k3_without_replay", 1.9e-5),
-        ("gap_without_replay", 0.9e-3),
+        ("mismatch_without_replay", 0.9e-3),
         ("objects_left", 1),
         ("router_disagreement", 0.0),
         ("response_bytes_store", 3e6),

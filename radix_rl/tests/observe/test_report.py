@@ -15,17 +15,17 @@ RECORDS = [
     {"step": 0, "eval/accuracy": 0.25},
     {
         "step": 1,
-        "gap/mean_abs_with_replay": 9.0,
-        "gap/k3_with_replay": 9.0,
+        "mismatch/mean_abs_with_replay": 9.0,
+        "mismatch/k3_with_replay": 9.0,
         "rollout/response_bytes_inline": 100.0,
     },
     {
         "step": 2,
         "eval/accuracy": 0.75,
-        "gap/mean_abs_with_replay": 1.0,
-        "gap/mean_abs_without_replay": 4.0,
-        "gap/k3_with_replay": 0.5,
-        "gap/k3_without_replay": 5.0,
+        "mismatch/mean_abs_with_replay": 1.0,
+        "mismatch/mean_abs_without_replay": 4.0,
+        "mismatch/k3_with_replay": 0.5,
+        "mismatch/k3_without_replay": 5.0,
         "replay/router_disagreement": 0.125,
         "rollout/response_bytes_inline": 300.0,
         "rollout/response_bytes_store": 40.0,
@@ -46,8 +46,8 @@ def test_a_summary_compares_replay_on_the_steps_that_measured_both():
         "steps": 2.0,
         "accuracy_before": 0.25,
         "accuracy_after": 0.75,
-        "gap_with_replay": 1.0,
-        "gap_without_replay": 4.0,
+        "mismatch_with_replay": 1.0,
+        "mismatch_without_replay": 4.0,
         "k3_with_replay": 0.5,
         "k3_without_replay": 5.0,
         "router_disagreement": 0.125,
@@ -83,7 +83,7 @@ def test_a_run_without_replay_and_store_has_no_plots_and_cards_of_them():
             "rollout/reward_mean": 0.5,
             "rollout/response_bytes_inline": 0.0,
             "rollout/response_bytes_store": 0.0,
-            "gap/mean_abs_without_replay": 0.01,
+            "mismatch/mean_abs_without_replay": 0.01,
         }
         for step in (1, 2)
     ]
@@ -124,7 +124,7 @@ def test_a_page_is_well_formed_and_shows_only_what_was_measured(run_dir):
     Tags().feed(html)
     for tag in ("figure", "svg", "table", "details", "div", "main", "html"):
         assert counts[tag] == counts[f"/{tag}"]
-    # Reward (as accuracy), gap, k3, bytes.
+    # Reward (as accuracy), mismatch, k3, bytes.
     assert counts["figure"] == 4
     assert "Response length" not in html
 

@@ -46,7 +46,7 @@ def test_any_packing_into_microbatches_gives_the_same_loss_and_gradient(
         results.append(gradients(config, make_model(), samples))
     (found, metrics), (expected, whole) = results
     assert metrics["train/loss"] == pytest.approx(whole["train/loss"], abs=1e-5)
-    assert metrics["gap/k3_with_replay"] == pytest.approx(whole["gap/k3_with_replay"], rel=1e-4)
+    assert metrics["mismatch/k3_with_replay"] == pytest.approx(whole["mismatch/k3_with_replay"], rel=1e-4)
     assert metrics["replay/router_disagreement"] == whole["replay/router_disagreement"]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
@@ -161,7 +161,7 @@ def test_later_minibatches_are_measured_against_the_policy_before_the_step(
     before = torch.cat(worker.logprobs(samples, replay=True))
     metrics = worker.train_step([samples[:3], samples[3:]])
     rollout = torch.cat([torch.from_numpy(sample.rollout_logprobs) for sample in samples])
-    assert metrics["gap/mean_abs_with_replay"] == pytest.approx(
+    assert metrics["mismatch/mean_abs_with_replay"] == pytest.approx(
         float((before - rollout).abs().mean()), rel=1e-4
     )
     assert worker.optimizer_steps == 2
@@ -178,13 +178,13 @@ def test_metrics_of_the_gap_are_what_their_names_say(make_config, make_model, ma
     metrics = worker.train_step([samples], measure_without_replay=True)
     for kind, values in (("with_replay", with_replay), ("without_replay", without)):
         difference = values - rollout
-        assert metrics[f"gap/mean_abs_{kind}"] == pytest.approx(float(difference.abs().mean()), rel=1e-4)
+        assert metrics[f"mismatch/mean_abs_{kind}"] == pytest.approx(float(difference.abs().mean()), rel=1e-4)
         k3 = float((difference.exp() - 1 - difference).mean())
-        assert metrics[f"gap/k3_{kind}"] == pytest.approx(k3, rel=1e-4)
-        assert metrics[f"gap/max_ratio_deviation_{kind}"] == pytest.approx(
+        assert metrics[f"mismatch/k3_{kind}"] == pytest.approx(k3, rel=1e-4)
+        assert metrics[f"mismatch/max_ratio_deviation_{kind}"] == pytest.approx(
             float((difference.exp() - 1).abs().max()), rel=1e-4
         )
-    assert abs(metrics["gap/k3_with_replay"] - metrics["gap/k3_without_replay"]) > 1e-3
+    assert abs(metrics["mismatch/k3_with_replay"] - metrics["mismatch/k3_without_replay"]) > 1e-3
 
 
 def test_the_kl_penalty_pulls_back_to_the_reference(make_config, make_model, make_samples):

@@ -48,7 +48,7 @@ def check_first_step(config, environment):
     outcome = train(config, lambda step, metrics: logged.append(metrics), environment)
     (metrics,) = logged
     assert metrics["train/tokens"] > 100
-    assert metrics["gap/max_ratio_deviation_with_replay"] < 1e-4
+    assert metrics["mismatch/max_ratio_deviation_with_replay"] < 1e-4
     assert 1 - 1e-4 < metrics["train/ratio_min"] <= metrics["train/ratio_max"] < 1 + 1e-4
     assert metrics["replay/router_disagreement"] < 0.01
     assert metrics["replay/unrecorded_share"] == 0

@@ -36,7 +36,7 @@ def test_a_fleet_trains_through_the_store_and_inline_and_gets_every_version(
     )
     assert versions == ["2", "2"]
     for step in (1, 2):
-        assert stored[step]["gap/max_ratio_deviation_with_replay"] < 1e-4
+        assert stored[step]["mismatch/max_ratio_deviation_with_replay"] < 1e-4
         assert stored[step]["rollout/response_bytes_store"] < stored[step]["rollout/response_bytes_inline"]
         assert stored[step]["weights/buckets"] > 1
         # The same seeds from the same first weights, on whichever server: only the way of the rows differs.

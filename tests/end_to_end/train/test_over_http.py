@@ -39,7 +39,7 @@ def test_training_over_http_takes_the_same_steps_as_in_process(
     )
     for metrics in there:
         # The second step's too: the new weights arrived.
-        assert metrics["gap/max_ratio_deviation_with_replay"] < 1e-4
+        assert metrics["mismatch/max_ratio_deviation_with_replay"] < 1e-4
         assert metrics["weights/sent_bytes"] > 0
     for metric in ("rollout/reward_mean", "train/tokens", "train/loss"):
         assert there[0][metric] == pytest.approx(here[0][metric], abs=1e-5)

@@ -23,7 +23,7 @@ def test_two_ranks_take_the_same_steps_as_one(make_config, environment, tmp_path
     for num_ranks in (1, 2):
         config = make_config(
             output_dir=str(tmp_path / f"ranks-{num_ranks}"),
-            train={"num_ranks": num_ranks, "minibatches": 2, "gap_without_replay_every_steps": 1},
+            train={"num_ranks": num_ranks, "minibatches": 2, "mismatch_without_replay_every_steps": 1},
             algorithm={"kl_coefficient": 0.05},
         )
         results.append(run(config, environment))

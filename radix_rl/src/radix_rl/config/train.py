@@ -37,6 +37,6 @@ class TrainConfig(Section):
     max_unrecorded_share: float = Field(default=0.0, ge=0, le=1)
     """Share of a step's token rows (a sample's last token left out) that may lack recorded experts or
     positions, and choose live."""
-    gap_without_replay_every_steps: int = Field(default=0, ge=0)
+    mismatch_without_replay_every_steps: int = Field(default=0, ge=0)
     """One extra forward pass without replay on every so many steps, to measure what replay gains. 0:
     never."""

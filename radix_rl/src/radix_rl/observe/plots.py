@@ -71,8 +71,8 @@ PLOTS = (
         note="Mean absolute difference over response tokens, with the recorded routing and without it.",
         unit="nats a token",
         series=(
-            ("gap/mean_abs_without_replay", "without replay"),
-            ("gap/mean_abs_with_replay", "with replay"),
+            ("mismatch/mean_abs_without_replay", "without replay"),
+            ("mismatch/mean_abs_with_replay", "with replay"),
         ),
         log_scale=True,
     ),
@@ -80,7 +80,7 @@ PLOTS = (
         title="KL estimate (k3), rollout against trainer",
         note="Mean of exp(d) - 1 - d over response tokens; d is trainer minus rollout.",
         unit="nats a token",
-        series=(("gap/k3_without_replay", "without replay"), ("gap/k3_with_replay", "with replay")),
+        series=(("mismatch/k3_without_replay", "without replay"), ("mismatch/k3_with_replay", "with replay")),
         log_scale=True,
     ),
     Plot(

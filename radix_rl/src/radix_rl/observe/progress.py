@@ -24,7 +24,7 @@ SHOWN = (
     ("tokens", "rollout/response_tokens_mean", "{:.1f}"),
     ("tokens/s", "rollout/tokens_per_second", "{:.0f}"),
     ("entropy", "rollout/entropy", "{:.3g}"),
-    ("mismatch", "gap/mean_abs_with_replay", "{:.2g}"),
+    ("mismatch", "mismatch/mean_abs_with_replay", "{:.2g}"),
     ("loss", "train/loss", "{:+.3g}"),
     ("s/step", "time/total_s", "{:.2f}"),
 )

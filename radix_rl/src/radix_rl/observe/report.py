@@ -65,7 +65,7 @@ def headline(summary: Mapping[str, Any]) -> list[Card]:
     first, last = summary.get("reward_first"), summary.get("reward_last")
     if not cards and first is not None and last is not None:
         cards.append(Card("Mean reward", f"{first:.3f} → {last:.3f}", "first and last tenth of the steps"))
-    for name, label in (("gap", "Mean log-probability mismatch"), ("k3", "KL estimate (k3)")):
+    for name, label in (("mismatch", "Mean log-probability mismatch"), ("k3", "KL estimate (k3)")):
         with_replay, without = summary.get(f"{name}_with_replay"), summary.get(f"{name}_without_replay")
         if with_replay is not None and without is not None:
             cards.append(

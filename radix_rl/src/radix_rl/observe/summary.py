@@ -14,10 +14,10 @@ Record = Mapping[str, Any]
 """One step's metrics, as `read_metrics` gives them."""
 
 _COMPARED = {
-    "gap_with_replay": "gap/mean_abs_with_replay",
-    "gap_without_replay": "gap/mean_abs_without_replay",
-    "k3_with_replay": "gap/k3_with_replay",
-    "k3_without_replay": "gap/k3_without_replay",
+    "mismatch_with_replay": "mismatch/mean_abs_with_replay",
+    "mismatch_without_replay": "mismatch/mean_abs_without_replay",
+    "k3_with_replay": "mismatch/k3_with_replay",
+    "k3_without_replay": "mismatch/k3_without_replay",
 }
 
 

@@ -153,7 +153,7 @@ async def train_on(
         metrics |= await asyncio.to_thread(
             parts.trainer.step,
             plan,
-            measure_without_replay=_is_due(parts.config.train.gap_without_replay_every_steps, step),
+            measure_without_replay=_is_due(parts.config.train.mismatch_without_replay_every_steps, step),
         )
     at.state = RunState(
         step=step + 1, next_problem=rollout.next_problem, optimizer_steps=parts.trainer.optimizer_steps

@@ -17,7 +17,7 @@ from radix_rl.train.objective.correction import correction_weights
 from radix_rl.train.objective.kl import kl_to_reference
 from radix_rl.train.objective.logprobs import response_logprobs
 from radix_rl.train.objective.losses.registry import policy_loss
-from radix_rl.train.objective.mismatch import GapSums
+from radix_rl.train.objective.mismatch import MismatchSums
 from radix_rl.train.replay.counts import ReplayCounts
 from radix_rl.train.replay.experts import RouterReplay
 from radix_rl.train.replay.hooked import HookedReplay
@@ -30,7 +30,7 @@ from radix_rl.train.schedule import learning_rate
 class _StepSums:
     """What one rank adds up over a step."""
 
-    gap: GapSums = field(default_factory=GapSums)
+    mismatch: MismatchSums = field(default_factory=MismatchSums)
     """Of the policy before the step's first update."""
     replay: ReplayCounts = field(default_factory=ReplayCounts)
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -91,7 +91,7 @@ class PolicyWorker:
         check_unrecorded(samples, self.config.train.max_unrecorded_share, self.ranks)
         metrics: dict[str, float] = {}
         if measure_without_replay and self._replays_anything:
-            metrics |= self._gap_metrics(self._measure_gap(samples), "without_replay")
+            metrics |= self._mismatch_metrics(self._measure_mismatch(samples), "without_replay")
         old: dict[int, torch.Tensor] | None = None
         if len(minibatches) > 1:
             old = self._logprobs_by_sample(samples, step)
@@ -99,7 +99,9 @@ class PolicyWorker:
         norms = []
         for minibatch in minibatches:
             norms.append(self._minibatch(minibatch, old, reference, step))
-        metrics |= self._gap_metrics(step.gap, "with_replay" if self._replays_anything else "without_replay")
+        metrics |= self._mismatch_metrics(
+            step.mismatch, "with_replay" if self._replays_anything else "without_replay"
+        )
         metrics |= self._loss_metrics(step, len(minibatches))
         metrics |= self._replay_metrics(step.replay)
         metrics["train/grad_norm"] = sum(norms) / len(norms)
@@ -157,14 +159,14 @@ class PolicyWorker:
     ) -> None:
         algorithm = self.config.algorithm
         mask = batch.loss_mask_bt
-        # With old values from a pass of their own, that pass has counted replay and gap already.
+        # With old values from a pass of their own, that pass has counted replay and mismatch already.
         counts = step.replay if old is None else ReplayCounts()
         with self._routing(batch, counts, replay=True) as forward_finished:
             logprobs = response_logprobs(self.model, batch, self.config.rollout.sampling)
             forward_finished()
             before = logprobs.detach() if old is None else _join(group, old, batch)
             if old is None:
-                step.gap.add(before, batch.rollout_logprobs_bt, mask)
+                step.mismatch.add(before, batch.rollout_logprobs_bt, mask)
             base = before if algorithm.old_logprobs == "recomputed" else batch.rollout_logprobs_bt
             losses = policy_loss(algorithm.loss, logprobs, base, batch.advantages_bt, mask)
             weights = correction_weights(algorithm.correction, before, batch.rollout_logprobs_bt, mask)
@@ -226,18 +228,18 @@ class PolicyWorker:
                 with self._routing(batch, step.replay, replay=True) as forward_finished:
                     values = response_logprobs(self.model, batch, self.config.rollout.sampling)
                     forward_finished()
-                step.gap.add(values, batch.rollout_logprobs_bt, batch.loss_mask_bt)
+                step.mismatch.add(values, batch.rollout_logprobs_bt, batch.loss_mask_bt)
                 found |= _split(group, values)
         return found
 
-    def _measure_gap(self, samples: Sequence[TrainSample]) -> GapSums:
+    def _measure_mismatch(self, samples: Sequence[TrainSample]) -> MismatchSums:
         """One more forward pass, in which the model makes its own choices."""
-        gap = GapSums()
+        mismatch = MismatchSums()
         with torch.no_grad():
             for _, batch in self._microbatches(samples):
                 values = response_logprobs(self.model, batch, self.config.rollout.sampling, replay_mask=False)
-                gap.add(values, batch.rollout_logprobs_bt, batch.loss_mask_bt)
-        return gap
+                mismatch.add(values, batch.rollout_logprobs_bt, batch.loss_mask_bt)
+        return mismatch
 
     def _reference_logprobs(self, samples: Sequence[TrainSample]) -> dict[int, torch.Tensor] | None:
         if self._reference is None:
@@ -253,15 +255,15 @@ class PolicyWorker:
     def _total_optimizer_steps(self) -> int:
         return self.config.train.steps * self.config.train.minibatches
 
-    def _gap_metrics(self, gap: GapSums, kind: str) -> dict[str, float]:
-        sums = self.ranks.sum({"tokens": gap.tokens, "absolute": gap.absolute, "k3": gap.k3})
-        largest = self.ranks.max({"gap": gap.largest, "ratio": gap.largest_ratio_deviation})
+    def _mismatch_metrics(self, mismatch: MismatchSums, kind: str) -> dict[str, float]:
+        sums = self.ranks.sum({"tokens": mismatch.tokens, "absolute": mismatch.absolute, "k3": mismatch.k3})
+        largest = self.ranks.max({"largest": mismatch.largest, "ratio": mismatch.largest_ratio_deviation})
         tokens = max(sums["tokens"], 1.0)
         return {
-            f"gap/mean_abs_{kind}": sums["absolute"] / tokens,
-            f"gap/k3_{kind}": sums["k3"] / tokens,
-            f"gap/max_abs_{kind}": largest["gap"],
-            f"gap/max_ratio_deviation_{kind}": largest["ratio"],
+            f"mismatch/mean_abs_{kind}": sums["absolute"] / tokens,
+            f"mismatch/k3_{kind}": sums["k3"] / tokens,
+            f"mismatch/max_abs_{kind}": largest["largest"],
+            f"mismatch/max_ratio_deviation_{kind}": largest["ratio"],
         }
 
     def _loss_metrics(self, step: _StepSums, num_minibatches: int) -> dict[str, float]:

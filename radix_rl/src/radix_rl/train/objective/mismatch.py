@@ -6,7 +6,7 @@ import torch
 
 
 @dataclass
-class GapSums:
+class MismatchSums:
     """Sums over microbatches of d = trainer - rollout."""
 
     tokens: float = 0.0
