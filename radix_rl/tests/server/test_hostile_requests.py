@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from radix_rl.testing.waiting import wait_until
+
 HELD_S = 0.2
 """The longest that an answer of /health may take while the server works on any request."""
 
@@ -68,8 +70,10 @@ def test_a_huge_request_is_refused_while_others_are_answered(shared_server, body
 def test_65536_samples_are_answered_while_others_are_too(shared_server):
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 0, "n": 65536}}
     with HealthWatch(shared_server.url) as watch:
-        answers = _post(shared_server, "/generate", json.dumps(body).encode()).json()
+        response = _post(shared_server, "/generate", json.dumps(body).encode())
 
+    # Not before: reading so much here would hold the server, which is a thread of this process.
+    answers = response.json()
     assert len(answers) == 65536
     assert len({answer["meta_info"]["id"] for answer in answers}) == 65536
     assert watch.slowest_s < HELD_S
@@ -86,6 +90,58 @@ def test_an_abort_reaches_every_sample_of_a_call_that_is_still_being_started(ser
         server.engine.unpaused.set()
         answers = pending.result(60).json()
 
+    assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"abort"}
+
+
+def test_a_call_has_no_more_requests_with_the_engine_than_it_runs_in_two_steps(server):
+    server.engine.unpaused.clear()
+    body = json.dumps({"input_ids": [1], "sampling_params": {"n": 3000, "max_new_tokens": 1}}).encode()
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(_post, server, "/generate", body)
+        wait_until(lambda: len(server.engine.running) == 512, "the engine has its share")
+        time.sleep(0.2)
+        assert len(server.engine.running) == 512
+        server.engine.unpaused.set()
+        answers = pending.result(60).json()
+
+    ids = [answer["meta_info"]["id"] for answer in answers]
+    assert [name.rpartition("_")[2] for name in ids] == [str(index) for index in range(3000)]
+    assert {tuple(answer["output_ids"]) for answer in answers} == {(2,)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_abort_of_one_sample_reaches_it_before_the_engine_knows_it_and_no_other(server, stream):
+    server.engine.unpaused.clear()
+    sampling = {"n": 600, "max_new_tokens": 1}
+    body = {"input_ids": [1], "rid": "big", "stream": stream, "sampling_params": sampling}
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(_post, server, "/generate", json.dumps(body).encode())
+        wait_until(lambda: len(server.engine.running) == 512, "the engine has its share")
+        abort = {"rid": "big_599", "abort_message": "not this one"}
+        assert server.client.post("/abort_request", json=abort).status_code == 200
+        server.engine.unpaused.set()
+        text = pending.result(60).text
+
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+    answers = [json.loads(line) for line in lines] if stream else json.loads(text)
+    reasons = {a["meta_info"]["id"]: a["meta_info"]["finish_reason"] for a in answers}
+    last = reasons.pop("big_599")
+    assert (last["type"], last["message"]) == ("abort", "not this one")
+    assert len(reasons) == 599
+    assert {reason["type"] for reason in reasons.values()} == {"length"}
+
+
+def test_a_pause_with_abort_ends_what_the_engine_does_not_know_yet(server):
+    server.engine.step_s = 0.5
+    body = json.dumps({"input_ids": [1], "sampling_params": {"n": 2000, "max_new_tokens": 9}}).encode()
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(_post, server, "/generate", body)
+        wait_until(lambda: len(server.engine.running) == 512, "the engine has its share")
+        assert server.client.post("/pause_generation", json={"mode": "abort"}).status_code == 200
+        server.engine.unpaused.set()
+        answers = pending.result(30).json()
+
+    assert len(answers) == 2000
     assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"abort"}
 
 

@@ -1,6 +1,7 @@
 """`radix-rl serve MODEL`: the embedded engine behind SGLang's and OpenAI's routes."""
 
 import asyncio
+import gc
 import json
 import math
 import os
@@ -290,6 +291,11 @@ async def _serve(
             engine.tokenizer.chat_template = chat_template
         app = create_app(engine, engine.tokenizer, settings, writer=engine.writer)
         server = HttpServer(app, drain_s=drain_s)
+
+        # What is there now stays. Looking through it for garbage takes tenths of a second, in which nobody is
+        # answered.
+        gc.collect()
+        gc.freeze()
 
         def on_ready() -> None:
             seconds = time.monotonic() - start_s

@@ -58,6 +58,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     max_request_tokens: int | None = None
     """What the engine's memory holds of one request, where that may be less; None: not told."""
+    max_running_requests: int | None = None
+    """Requests that a step runs; None: not told."""
     num_experts: int | None = None
     experts_per_token: int | None = None
 

@@ -50,23 +50,21 @@ async def abort_request(request: Request) -> Response:
     An id that is not running is ignored: it may have just finished.
     """
     body = await read_body(request, AbortBody)
-    state = state_of(request)
-    await state.all_started()
-    if body.abort_all:
-        await state.engine.abort(message=body.abort_message)
-        return Response()
-    if not body.rid:
+    if not body.rid and not body.abort_all:
         raise RequestError("abort_request: expected rid, or abort_all: true")
-    for request_id in state.running_ids(body.rid):
-        await state.engine.abort(request_id, body.abort_message)
+    await state_of(request).abort(None if body.abort_all else body.rid, body.abort_message)
     return Response()
 
 
 @router.post("/pause_generation")
 async def pause_generation(request: Request) -> Response:
     body = await read_body(request, PauseBody)
+    state = state_of(request)
     with lease_call(request):
-        await state_of(request).engine.pause(body.mode)
+        await state.engine.pause(body.mode)
+        if body.mode == "abort":
+            # What took the place of those that the pause ended, and what is still to come.
+            await state.abort(message="the engine was paused")
         weights_of(request).is_paused = True
     return json_response({"message": "Generation paused successfully.", "status": "ok"})
 

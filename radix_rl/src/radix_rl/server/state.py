@@ -14,12 +14,35 @@ from radix_rl.errors import ConfigurationError, RequestError
 from radix_rl.server.metrics import ServerMetrics
 from radix_rl.server.settings import ServerSettings
 from radix_rl.server.side_process import SideProcesses
+from radix_rl.types import FinishReason
 
 T = TypeVar("T")
 
 _SHORT_BODY_BYTES = 32 * 1024
 """Parsed and tokenized within milliseconds, less than it takes others to notice."""
 _SIDE_PROCESSES = 2
+
+
+class CallQueue:
+    """Which of one call's requests were aborted before the engine knew them."""
+
+    def __init__(self) -> None:
+        self._aborted: dict[str | None, str | None] = {}
+        """Messages by the ids that were named; None: everything."""
+
+    def abort(self, rid: str | None, message: str | None) -> None:
+        """Abort the request of this id, or those whose ids go on with an underscore; None: all."""
+        self._aborted[rid] = message
+
+    def reason(self, request_id: str) -> FinishReason | None:
+        """Why the request has ended already; None: it has not."""
+        if not self._aborted:
+            return None
+        heads = (request_id[:place] for place, letter in enumerate(request_id) if letter == "_")
+        for name in (None, request_id, *heads):
+            if name in self._aborted:
+                return FinishReason(type="abort", message=self._aborted[name] or "aborted")
+        return None
 
 
 class ServerState:
@@ -45,7 +68,7 @@ class ServerState:
         self.metrics = ServerMetrics(CollectorRegistry())
         self.running: set[str] = set()
         """Ids of engine requests that clients wait for."""
-        self._starting: set[asyncio.Future[None]] = set()
+        self._queues: set[CallQueue] = set()
         self._side_processes = SideProcesses(_SIDE_PROCESSES, tokenizer, settings.parse_timeout_s)
 
     async def parse(self, function: Callable[..., T], data: bytes, *, apart: bool = False) -> T:
@@ -59,23 +82,29 @@ class ServerState:
         return function(lambda: self.tokenizer, data, info)
 
     @contextmanager
-    def starting(self) -> Iterator[None]:
-        """Around the time in which the requests of one call are started, see `all_started`."""
-        started = asyncio.get_running_loop().create_future()
-        self._starting.add(started)
+    def queue(self) -> Iterator["CallQueue"]:
+        """Around the life of one call, so that an abort reaches what the engine does not know yet."""
+        queue = CallQueue()
+        self._queues.add(queue)
         try:
-            yield
+            yield queue
         finally:
-            self._starting.discard(started)
-            started.set_result(None)
+            self._queues.discard(queue)
 
-    async def all_started(self) -> None:
-        """Returns when the engine knows every request of the calls that are being started now.
+    async def abort(self, rid: str | None = None, message: str | None = None) -> None:
+        """End the requests of one client's `rid`, or all, with the engine or on their way to it.
 
-        An abort that came before would miss those of a large call that are still to come.
+        An id that is not running is ignored: it may have just finished.
         """
-        if self._starting:
-            await asyncio.wait(self._starting)
+        for queue in self._queues:
+            queue.abort(rid, message)
+        # What was handed over in this turn of the event loop reaches the engine at its end.
+        await asyncio.sleep(0)
+        if rid is None:
+            await self.engine.abort(message=message)
+            return
+        for request_id in self.running_ids(rid):
+            await self.engine.abort(request_id, message)
 
     @contextmanager
     def registered(self, request_id: str) -> Iterator[None]:

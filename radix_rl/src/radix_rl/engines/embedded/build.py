@@ -126,6 +126,7 @@ def describe_model(config: EmbeddedEngineSetup, core: EngineCore) -> EngineInfo:
         context_length=loaded.context_length,
         # The last token never goes through the model, so that it needs no room.
         max_request_tokens=config.kv_cache_tokens // STRIDE_MULTIPLE * STRIDE_MULTIPLE + 1,
+        max_running_requests=config.max_running_requests,
         vocab_size=core.runner.vocab_size,
         num_layers=len(loaded.layers),
         num_experts=num_routed_experts(loaded.text_config),

@@ -11,7 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -31,6 +31,13 @@ _Shown = PartialOutput | GenerateOutput | None
 """What an engine request showed; None: it ended with an exception."""
 
 _MAX_BEHIND = 16
+
+_STEPS_AHEAD = 2
+"""As many requests of one call are with the engine as it runs in this many steps: when some end, others wait
+already. Each costs the event loop time while it is there."""
+
+_DEFAULT_STEP = 256
+"""Requests in a step of an engine that does not tell."""
 
 _AT_ONCE = 8
 """Items that are started or ended before the event loop turns to others."""
@@ -97,26 +104,33 @@ class _News:
 
 
 class _Tasks:
-    """The running items of one call."""
+    """The work on the items of one call, in their order, on `max_running` of them at a time."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, items: Iterable[Item], work: Callable[[Item], Coroutine[Any, Any, None]], max_running: int
+    ) -> None:
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when all have ended, or with the first error."""
         self._running: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._room = asyncio.Semaphore(max_running)
+        self._starting = asyncio.create_task(self._start_all(items, work))
+        self._starting.add_done_callback(self._settle)
 
-    def add(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._on_end)
-
-    def close(self) -> None:
-        """No more are added."""
-        self._closed = True
-        self._settle(None)
+    async def _start_all(
+        self, items: Iterable[Item], work: Callable[[Item], Coroutine[Any, Any, None]]
+    ) -> None:
+        """A few at a time: what others wait for comes between."""
+        for count, item in enumerate(items, start=1):
+            await self._room.acquire()
+            task = asyncio.create_task(work(item))
+            self._running.add(task)
+            task.add_done_callback(self._on_end)
+            if count % _AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     async def cancel(self) -> None:
         """End them all and wait for it, a few at a time. Errors are those of `finished`."""
+        await cancel_and_wait([self._starting])
         if not self.finished.cancel() and not self.finished.cancelled():
             # Whoever ends them may have an error of its own to raise.
             self.finished.exception()
@@ -125,14 +139,16 @@ class _Tasks:
 
     def _on_end(self, task: "asyncio.Task[None]") -> None:
         self._running.discard(task)
-        self._settle(None if task.cancelled() else task.exception())
+        self._room.release()
+        self._settle(task)
 
-    def _settle(self, error: BaseException | None) -> None:
+    def _settle(self, ended: "asyncio.Task[None]") -> None:
+        error = None if ended.cancelled() else ended.exception()
         if self.finished.done():
             return
         if error is not None:
             self.finished.set_exception(error)
-        elif self._closed and not self._running:
+        elif self._starting.done() and not self._running:
             self.finished.set_result(None)
 
 
@@ -151,8 +167,9 @@ class Exchange(Response):
         metrics = self._state.metrics
         metrics.running.inc(self._call.num_items)
         try:
-            await self._check()
-            await (self._send_stream() if self._call.stream else self._send_answer())
+            with self._state.queue() as self._queue:
+                await self._check()
+                await (self._send_stream() if self._call.stream else self._send_answer())
             metrics.requests.labels("answered").inc()
         except _ClientGoneError:
             metrics.requests.labels("disconnected").inc()
@@ -191,9 +208,8 @@ class Exchange(Response):
             parts[item.index] = self._renderer.part(item, output, self._start_s)
             keys.extend(_keys(output))
 
-        tasks = _Tasks()
+        tasks = await self._start(generate)
         try:
-            await self._or_gone(asyncio.ensure_future(self._start_all(tasks, generate)))
             await self._or_gone(tasks.finished)
         finally:
             await tasks.cancel()
@@ -202,9 +218,8 @@ class Exchange(Response):
         await self._deliver(body, keys, more_body=False)
 
     async def _send_stream(self) -> None:
-        news, tasks = _News(), _Tasks()
-        unfinished = self._call.num_items
-        starting = asyncio.ensure_future(self._start_all(tasks, lambda item: self._pump(item, news)))
+        news, unfinished = _News(), self._call.num_items
+        tasks = await self._start(lambda item: self._pump(item, news))
         try:
             while unfinished:
                 item, output = await self._or_gone(asyncio.ensure_future(news.get()))
@@ -221,20 +236,32 @@ class Exchange(Response):
                 elif events := self._renderer.partial(item, output):
                     await self._send({"type": "http.response.body", "body": events, "more_body": True})
         finally:
-            starting.cancel()
             await tasks.cancel()
         await self._send({"type": "http.response.body", "body": self._renderer.end(), "more_body": False})
 
-    async def _start_all(self, tasks: "_Tasks", work: Callable[[Item], Coroutine[Any, Any, None]]) -> None:
-        """A few at a time: what others wait for comes between."""
-        with self._state.starting():
-            for item in self._call.items():
-                tasks.add(work(item))
-                if item.index % _AT_ONCE == _AT_ONCE - 1:
-                    await asyncio.sleep(0)
-        tasks.close()
+    async def _start(self, work: Callable[[Item], Coroutine[Any, Any, None]]) -> _Tasks:
+        info = await self._state.engine.info()
+        return _Tasks(self._call.items(), work, _STEPS_AHEAD * (info.max_running_requests or _DEFAULT_STEP))
+
+    async def _ended(self, item: Item) -> GenerateOutput | None:
+        """The answer of a request that was aborted before the engine knew it; None: it was not."""
+        reason = self._queue.reason(item.request.request_id)
+        if reason is None:
+            return None
+        return GenerateOutput(
+            request_id=item.request.request_id,
+            prompt_tokens=len(item.request.input_ids),
+            output_ids=(),
+            output_logprobs=(),
+            finish_reason=reason,
+            version_spans=(),
+            weight_version=(await self._state.engine.info()).weight_version,
+            routed_experts_start=item.request.routed_experts_start_len,
+        )
 
     async def _generate(self, item: Item) -> GenerateOutput:
+        if (ended := await self._ended(item)) is not None:
+            return ended
         with self._state.registered(item.request.request_id):
             output = await self._state.engine.generate(item.request)
             # No await between the engine's return and this line: no cancellation can come between.
@@ -243,6 +270,9 @@ class Exchange(Response):
 
     async def _pump(self, item: Item, news: "_News") -> None:
         try:
+            if (ended := await self._ended(item)) is not None:
+                news.put(item, ended)
+                return
             with self._state.registered(item.request.request_id):
                 async for output in self._state.engine.stream(item.request):
                     if isinstance(output, GenerateOutput):

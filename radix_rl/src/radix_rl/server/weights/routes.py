@@ -177,7 +177,7 @@ async def _take(request: Request, bucket: WeightBucket, body: TensorsBody, numbe
         if update.number == number:
             update.name(body.weight_version)
             if body.abort_all_requests:
-                await state_of(request).engine.abort()
+                await state_of(request).abort()
         await update.add(bucket, number)
     return _success(f"{len(bucket.specs)} tensors received")
 
@@ -238,7 +238,7 @@ async def update_weight_version(request: Request) -> Response:
         raise RequestError("new_version: expected a name, got an empty one")
     weights_of(request).update.check_closed()
     if body.abort_all_requests:
-        await state.engine.abort()
+        await state.abort()
     await state.engine.set_weight_version(body.new_version)
     return _success(f"Weight version updated to {body.new_version}", new_version=body.new_version)
 
