@@ -7,10 +7,12 @@ The folders bear the packages' names, so that a test module imported first would
 
 import errno
 import os
+import resource
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
@@ -25,6 +27,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("faults", "randomized fault tests")
     group.addoption("--fault-requests", type=int, default=1000, help="How many requests suffer faults.")
     group.addoption("--fault-seed", type=int, default=0, help="Seed of the faults, printed on failure.")
+
+
+@contextmanager
+def _files_grow_no_larger_than(size_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def files_grow_no_larger_than() -> Callable[[int], AbstractContextManager[None]]:
+    """`with files_grow_no_larger_than(size_bytes):` writes of this process fail as on a full disk.
+
+    Within a test only: afterwards pytest writes to what may be a larger file.
+    """
+    return _files_grow_no_larger_than
 
 
 def _is_ours(address: str) -> bool:

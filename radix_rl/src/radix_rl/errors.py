@@ -10,6 +10,7 @@ RadixError
 │   └── WeightUpdateError               an update that was refused; says which weights are in force
 ├── ReplayError (ValueError)            replay outputs that do not fit the tokens; names sample and field
 ├── RewardError (RuntimeError)          rewards that failed too often; names problem and sample
+├── CheckpointError (OSError)            a checkpoint that the disk did not take; names path and reason
 └── TrainingError (RuntimeError)        a worker that failed; carries its traceback
 """
 
@@ -43,6 +44,9 @@ class ReplayError(RadixError, ValueError): ...
 
 
 class RewardError(RadixError, RuntimeError): ...
+
+
+class CheckpointError(RadixError, OSError): ...
 
 
 class TrainingError(RadixError, RuntimeError): ...

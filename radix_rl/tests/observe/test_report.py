@@ -159,3 +159,15 @@ def test_a_summary_is_replaced_as_a_whole(tmp_path):
     write_summary(tmp_path, {"objects_left": 0})
     assert read_summary(tmp_path) == {"objects_left": 0}
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+@pytest.mark.parametrize("name", ["summary.json", "report.html"])
+def test_what_does_not_fit_on_the_disk_is_named_and_leaves_the_old_file(
+    name, tmp_path, files_grow_no_larger_than
+):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
+    (tmp_path / name).write_text("{}")
+    with files_grow_no_larger_than(5), pytest.raises(OSError, match=f"File too large: '{tmp_path / name}'"):
+        write_summary(tmp_path, {"steps": 1.0}) if name == "summary.json" else write_report(tmp_path)
+    assert (tmp_path / name).read_text() == "{}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["metrics.jsonl", name])

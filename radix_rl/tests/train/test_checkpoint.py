@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from radix_rl.errors import ConfigurationError
+from radix_rl.errors import CheckpointError, ConfigurationError
 from radix_rl.train import checkpoint
 from radix_rl.train.checkpoint import RunState, find_checkpoint, restore_worker, save_checkpoint, try_saving
 from radix_rl.train.worker import PolicyWorker
@@ -55,6 +55,42 @@ def test_the_random_state_and_the_optimizer_survive(make_config, make_model, tmp
     restore_worker(path, worker)
     assert (random.random(), np.random.rand(), torch.rand(1)) == expected
     assert worker.optimizer_steps == 3
+
+
+@pytest.mark.parametrize(
+    "refused", ["model/config.json", "model/model.safetensors", "trainer.pt", "state.json"]
+)
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_named_and_leaves_nothing(
+    refused, make_config, make_model, tmp_path, files_grow_no_larger_than
+):
+    worker = PolicyWorker(make_config(), make_model())
+    folder = tmp_path / "checkpoints"
+    kept = save_checkpoint(
+        folder,
+        worker,
+        RunState(step=1, next_problem=0, optimizer_steps=1),
+        keep=2,
+        tokenizer_from=tmp_path,
+    )
+    state = RunState(step=2, next_problem=0, optimizer_steps=2)
+    size = (kept / refused).stat().st_size
+    with (
+        files_grow_no_larger_than(size - 1),
+        pytest.raises(CheckpointError, match=r"^checkpoint .*/step-2 could not be written: .*File too large"),
+    ):
+        save_checkpoint(folder, worker, state, keep=2, tokenizer_from=tmp_path)
+    assert list(folder.iterdir()) == [kept]
+    save_checkpoint(folder, worker, state, keep=2, tokenizer_from=tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"]
+
+
+def test_an_error_that_is_not_the_disk_s_stays_itself(make_config, make_model, tmp_path, monkeypatch):
+    worker = PolicyWorker(make_config(), make_model())
+    monkeypatch.setattr(worker.model, "save_pretrained", lambda *_, **__: {}["absent"])
+    state = RunState(step=1, next_problem=0, optimizer_steps=1)
+    with pytest.raises(KeyError, match="absent"):
+        save_checkpoint(tmp_path / "checkpoints", worker, state, keep=1, tokenizer_from=tmp_path)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_what_was_written_last_stays_whatever_its_step(make_config, make_model, tmp_path):

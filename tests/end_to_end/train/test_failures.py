@@ -2,13 +2,15 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 
 import pytest
 import torch
 
-from radix_rl.errors import DataError, RewardError, TrainingError
+from radix_rl.errors import CheckpointError, DataError, RewardError, TrainingError
 from radix_rl.launch.store import open_run_store
+from radix_rl.observe.metrics import read_metrics
 from radix_rl.train import rank_trainer as rank
 from radix_rl.train.distributed import DistributedTrainer
 from radix_rl.train.run import train
@@ -119,3 +121,46 @@ def test_dynamic_sampling_replaces_equal_groups_and_frees_them(make_config, envi
     assert outcome.state.next_problem == 7
     assert logged[0]["rollout/reward_mean"] > 0
     assert outcome.objects_left == 0
+
+
+@pytest.fixture
+def disk_refuses(monkeypatch):
+    """`disk_refuses(step)`: the checkpoint of that step is written by all ranks and then refused."""
+
+    def refuse(step):
+        real = rank.save_checkpoint
+
+        def save(directory, worker, state, **options):
+            path = real(directory, worker, state, **options)
+            if state.step == step:
+                shutil.rmtree(path)
+                raise CheckpointError(f"checkpoint {path} could not be written: No space left on device")
+            return path
+
+        monkeypatch.setattr(rank, "save_checkpoint", save)
+
+    return refuse
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_checkpoint_that_the_disk_refuses_is_a_warning(
+    num_ranks, make_config, environment, disk_refuses, caplog
+):
+    config = make_config(train={"num_ranks": num_ranks}, checkpoint={"every_steps": 1})
+    disk_refuses(1)
+    outcome = train(config, environment=environment)
+    folder = config.output_dir / "checkpoints"
+    assert outcome.state.step == 2
+    assert [path.name for path in folder.iterdir()] == ["step-2"]
+    assert f"{folder}/step-1 could not be written: No space left on device; the run goes on" in caplog.text
+
+
+def test_the_last_checkpoint_that_the_disk_refuses_ends_the_run_with_its_metrics(
+    make_config, environment, disk_refuses
+):
+    config = make_config(checkpoint={"every_steps": 1})
+    disk_refuses(2)
+    with pytest.raises(CheckpointError, match="step-2 could not be written"):
+        train(config, environment=environment)
+    assert [path.name for path in (config.output_dir / "checkpoints").iterdir()] == ["step-1"]
+    assert [record["step"] for record in read_metrics(config.output_dir / "metrics.jsonl")] == [1, 2]

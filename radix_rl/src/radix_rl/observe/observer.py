@@ -18,6 +18,7 @@ from radix_rl.observe.report import write_report
 from radix_rl.observe.summary import summarize, write_summary
 from radix_rl.observe.tolerance import Tolerance
 from radix_rl.observe.trackers.factory import create_trackers
+from radix_rl.observe.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class RunObserver:
         folder = self._config.output_dir
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / CONFIG_FILE).write_text(to_toml(self._config), encoding="utf-8")
+            write_whole(folder / CONFIG_FILE, to_toml(self._config).encode())
         except OSError as error:
             raise ConfigurationError(
                 f"output_dir: cannot write into {str(folder)!r}: {error.strerror}; name another directory"

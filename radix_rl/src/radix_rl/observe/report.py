@@ -1,6 +1,5 @@
 """`report.html`: a run on one page that needs no network."""
 
-import os
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from radix_rl.observe.metrics import FILE_NAME as METRICS_FILE
 from radix_rl.observe.metrics import read_metrics
 from radix_rl.observe.plots import PLOTS, draw
 from radix_rl.observe.summary import read_summary, summarize
+from radix_rl.observe.whole_file import write_whole
 
 FILE_NAME = "report.html"
 
@@ -32,7 +32,7 @@ def write_report(run_dir: Path) -> Path:
 
     Takes metrics.jsonl and, where they are, config.toml and summary.json.
 
-    Raises DataError if there are no metrics or they are broken.
+    Raises DataError if there are no metrics or they are broken, OSError if the page cannot be written.
     """
     records = read_metrics(run_dir / METRICS_FILE)
     summary = summarize(records) | read_summary(run_dir)
@@ -47,11 +47,7 @@ def write_report(run_dir: Path) -> Path:
         summary={name: _number(value) for name, value in summary.items()},
         config=_flat_config(run_dir / CONFIG_FILE),
     )
-    path = run_dir / FILE_NAME
-    part = path.with_suffix(".html.part")
-    part.write_text(html, encoding="utf-8")
-    os.replace(part, path)
-    return path
+    return write_whole(run_dir / FILE_NAME, html.encode())
 
 
 def headline(summary: Mapping[str, Any]) -> list[Card]:

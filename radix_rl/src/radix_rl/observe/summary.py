@@ -1,12 +1,13 @@
 """`summary.json`: the figures of a finished run."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
+
+from radix_rl.observe.whole_file import write_whole
 
 FILE_NAME = "summary.json"
 
@@ -51,11 +52,8 @@ def summarize(records: Sequence[Record]) -> dict[str, float]:
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     """Plain JSON types only. Readers see the old file or the whole new one."""
-    path = run_dir / FILE_NAME
-    part = path.with_suffix(".json.part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    os.replace(part, path)
-    return path
+    text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
+    return write_whole(run_dir / FILE_NAME, text + b"\n")
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:

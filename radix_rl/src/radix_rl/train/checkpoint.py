@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import GenerationConfig, PreTrainedModel
 
-from radix_rl.errors import ConfigurationError
+from radix_rl.errors import CheckpointError, ConfigurationError
 from radix_rl.train.worker import PolicyWorker
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ def save_checkpoint(
     Every rank calls it; rank 0 writes.
 
     Everything is written under another name, flushed to disk and renamed at the end: a crash leaves the
-    checkpoints that were there.
+    checkpoints that were there. Raises CheckpointError where the disk has no room or cannot be written; then
+    nothing of the new one is left.
     """
     target = directory / f"step-{state.step}"
     weights = get_model_state_dict(worker.model, options=_FULL)
@@ -68,11 +70,21 @@ def save_checkpoint(
         return target
     unfinished = directory / f".unfinished-{target.name}"
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    save_model(worker.model, unfinished / "model", weights, files_from=tokenizer_from)
-    torch.save({"optimizer": optimizer, "random": _random_state()}, unfinished / "trainer.pt")
-    (unfinished / "state.json").write_bytes(msgspec.json.encode(state))
-    _flush(unfinished)
+    try:
+        unfinished.mkdir(parents=True)
+        save_model(worker.model, unfinished / "model", weights, files_from=tokenizer_from)
+        # A file of Python's: torch's own hides why the disk refused.
+        with (unfinished / "trainer.pt").open("wb") as file:
+            torch.save({"optimizer": optimizer, "random": _random_state()}, file)
+        (unfinished / "state.json").write_bytes(msgspec.json.encode(state))
+        _flush(unfinished)
+    except Exception as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if (reason := _disk_fault(error)) is None:
+            raise
+        raise CheckpointError(
+            f"checkpoint {target} could not be written: {reason}; earlier checkpoints are kept"
+        ) from error
     if target.exists():
         # A crash in between leaves both whole, under other names.
         replaced = directory / f".replaced-{target.name}"
@@ -198,6 +210,18 @@ def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state((algorithm, words.numpy(), *rest))
     torch.set_rng_state(state["torch"])
+
+
+def _disk_fault(error: BaseException) -> str | None:
+    """Why the disk refused; None for an error that has another cause."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause.strerror or str(cause)
+        if isinstance(cause, SafetensorError) and "I/O error" in str(cause):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def _flush(directory: Path) -> None:

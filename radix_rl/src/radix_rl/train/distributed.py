@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from radix_rl.addresses import bind_tcp
 from radix_rl.config import RunConfig
 from radix_rl.config.output_store import OutputStoreConfig
-from radix_rl.errors import ConfigurationError, RadixError, TrainingError
+from radix_rl.errors import CheckpointError, ConfigurationError, RadixError, TrainingError
 from radix_rl.launch.store import RunStore, connect
 from radix_rl.model_layers import decoder_layers
 from radix_rl.observe.quiet import quiet_transformers
@@ -132,7 +132,12 @@ class DistributedTrainer:
 
     def save(self, state: RunState) -> Path:
         self._tell(*[("save", state)] * len(self._children))
-        path = self._guarded(lambda: self._rank.save(state))
+        try:
+            path = self._guarded(lambda: self._rank.save(state))
+        except CheckpointError:
+            # Only the writing failed, which is rank 0's alone: the others go on.
+            self._await_children()
+            raise
         self._await_children()
         return path
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from radix_rl.concurrency import in_thread_to_end, to_end
 from radix_rl.config import RunConfig
+from radix_rl.errors import CheckpointError
 from radix_rl.launch.store import RunStore
 from radix_rl.observe.tolerance import Tolerance
 from radix_rl.rollout.environments.base import Environment
@@ -84,7 +85,8 @@ async def run_steps(parts: RunParts, state: RunState) -> RunState:
     """Steps from `state` to the configured number of them; the state after the last.
 
     The stored objects of a step are deleted when the step has trained on them, and when it raises. A
-    cancellation saves what has trained if `checkpoint.save_on_interrupt` is set.
+    cancellation saves what has trained if `checkpoint.save_on_interrupt` is set. A checkpoint that the disk
+    does not take is a warning; if it is the last one, CheckpointError is raised.
     """
     at = Position(state, saved_step=state.step)
     try:
@@ -106,11 +108,16 @@ async def _run_steps(parts: RunParts, at: Position) -> None:
         is_last = step == config.train.steps
         if _is_due(config.eval.every_steps, step, is_last):
             metrics |= await evaluate(parts)
+        refused = None
         if is_last or (config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0):
             with _timed(metrics, "checkpoint"):
-                await to_end(save(parts, at))
+                refused = await to_end(save(parts, at))
         at.unlogged = None
         parts.log(step, metrics)
+        if refused is not None:
+            if is_last:
+                raise refused
+            logger.warning("%s; the run goes on", refused)
 
 
 async def run_step(parts: RunParts, at: Position) -> dict[str, float]:
@@ -175,12 +182,17 @@ async def _unbroken(parts: RunParts, work: Coroutine[Any, Any, None]) -> None:
     await (to_end(work) if parts.config.checkpoint.save_on_interrupt else work)
 
 
-async def save(parts: RunParts, at: Position) -> None:
-    """Write a checkpoint of where the run is."""
+async def save(parts: RunParts, at: Position) -> CheckpointError | None:
+    """Write a checkpoint of where the run is; the error if the disk did not take it."""
     at.can_save = False
-    await asyncio.to_thread(parts.trainer.save, at.state)
-    at.saved_step = at.state.step
+    refused = None
+    try:
+        await asyncio.to_thread(parts.trainer.save, at.state)
+        at.saved_step = at.state.step
+    except CheckpointError as error:
+        refused = error
     at.can_save = True
+    return refused
 
 
 async def save_interrupted(parts: RunParts, at: Position) -> None:
@@ -188,8 +200,8 @@ async def save_interrupted(parts: RunParts, at: Position) -> None:
     if not at.can_save:
         logger.warning("no checkpoint is saved at this interrupt: the trainer failed within a step")
         return
-    if at.state.step > at.saved_step:
-        await to_end(save(parts, at))
+    if at.state.step > at.saved_step and (refused := await to_end(save(parts, at))) is not None:
+        logger.warning("%s", refused)
     if at.unlogged is not None:
         parts.log(at.state.step, at.unlogged)
 

@@ -43,9 +43,9 @@ class JsonLinesTracker(Tracker):
         try:
             while line:
                 line = line[self._file.write(line) :]
-        except OSError:
+        except OSError as error:
             self._file.truncate(end)
-            raise
+            raise OSError(error.errno, error.strerror, self._file.name) from error
 
     def close(self) -> None:
         self._file.close()
