@@ -14,7 +14,6 @@ import uvicorn
 from fastapi import FastAPI
 
 from radix_rl.addresses import bind_tcp, host_and_port
-from radix_rl.concurrency import cancel_and_wait
 from radix_rl.errors import ConfigurationError
 from radix_rl.server.connections import (
     ACCEPTED_AT_ONCE,
@@ -96,11 +95,9 @@ class HttpServer(uvicorn.Server):
             # uvicorn's backlog is also how many asyncio accepts at once; the kernel may hold more.
             sock.listen(_BACKLOG)
             on_ready()
-        preparing = asyncio.create_task(self._state.start())
         try:
             await serving
         finally:
-            await cancel_and_wait([preparing])
             await self._end_tasks()
             self._state.close()
 

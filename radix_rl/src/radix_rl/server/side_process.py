@@ -6,7 +6,6 @@ A thread would not do: decoding and tokenizing hold Python's lock, and nothing e
 import asyncio
 import contextlib
 import ctypes
-import logging
 import multiprocessing
 import pickle
 import signal
@@ -19,8 +18,6 @@ from typing import Any, TypeVar
 from radix_rl.errors import EngineError, RequestError
 from radix_rl.server.http import BusyError
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
@@ -29,7 +26,7 @@ _PRELOADED = ["radix_rl.server.generation.openai.bodies", "transformers.tokeniza
 
 
 class SideProcesses:
-    """A fixed number of processes, started by `start` or when they are needed. Used by one event loop.
+    """A fixed number of processes, started when the first is needed. Used by one event loop.
 
     They end with this one, also when it is killed. Only this process and its children write to their pipes.
     """
@@ -43,26 +40,6 @@ class SideProcesses:
         for process in self._all:
             self._idle.put_nowait(process)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="side-process")
-
-    async def start(self) -> None:
-        """Start what does not run yet, so that no request waits for imports and the tokenizer.
-
-        A failure is logged: the request that needs a process tries again, and tells its client.
-        """
-        loop = asyncio.get_running_loop()
-        for _ in self._all:
-            process = await self._idle.get()
-            try:
-                if not process.is_alive():
-                    await loop.run_in_executor(self._threads, self._start, process)
-            except Exception as error:
-                logger.warning("a process that prepares requests could not be started: %r", error)
-            finally:
-                self._idle.put_nowait(process)
-
-    def _start(self, process: "_Process") -> None:
-        process.start(self._tokenizer)
-        process.call(_load, ())
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """`function(tokenizer, *args)`, where `tokenizer()` is the server's tokenizer.
@@ -105,7 +82,7 @@ class SideProcesses:
     def close(self) -> None:
         """End every process, working or not. Idempotent."""
         for process in self._all:
-            process.close()
+            process.kill()
         self._threads.shutdown(wait=False)
 
 
@@ -113,7 +90,6 @@ class _Process:
     def __init__(self) -> None:
         self._process: Any = None
         self._pipe: Connection | None = None
-        self._closed = False
 
     def is_alive(self) -> bool:
         return self._process is not None and self._process.is_alive()
@@ -125,8 +101,6 @@ class _Process:
         self._process = context.Process(target=_serve, args=(theirs, tokenizer), daemon=True)
         self._process.start()
         theirs.close()
-        if self._closed:
-            self.kill()
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         assert self._pipe is not None, "start comes first"
@@ -140,19 +114,9 @@ class _Process:
             return value
         raise value
 
-    def close(self) -> None:
-        """Kill it, also when it is being started."""
-        self._closed = True
-        self.kill()
-
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-
-
-def _load(tokenizer: Callable[[], Any]) -> None:
-    """Have the tokenizer there."""
-    tokenizer()
 
 
 def _serve(pipe: Connection, pickled_tokenizer: bytes) -> None:

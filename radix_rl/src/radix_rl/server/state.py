@@ -121,10 +121,6 @@ class ServerState:
         """Engine requests of one client's `rid`: the id itself, or those of its batch or samples."""
         return [name for name in self.running if name == rid or name.startswith(f"{rid}_")]
 
-    async def start(self) -> None:
-        """Have what later requests need. The server answers meanwhile."""
-        await self._side_processes.start()
-
     def close(self) -> None:
         """End what the server started. Idempotent."""
         self._side_processes.close()
