@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers as tf
 
+from radix_rl.engines.embedded.forward import trial
 from radix_rl.errors import ConfigurationError
 from radix_rl.model_layers import longest_without_switch
 
@@ -135,4 +136,24 @@ async def test_a_model_that_wants_a_cache_of_its_own_is_refused_by_name(engine_o
     )
     with pytest.raises(ConfigurationError, match="MiniMaxForCausalLM does not run with the embedded engine"):
         async with engine_of(model):
+            pass
+
+
+async def test_rounding_of_a_deep_model_in_16_bits_is_no_fault_of_its_family(engine_of, prompt, request_of):
+    sizes = SIZES | {"num_hidden_layers": 24}
+    model = spread(tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)))
+    async with engine_of(model, dtype="bfloat16", enable_return_routed_experts=False) as engine:
+        output = await engine.generate(request_of("a", prompt(5, 1), max_new_tokens=3))
+    assert len(output.output_ids) == 3
+
+
+async def test_an_error_in_16_bits_is_measured_by_the_models_own_rounding(engine_of, monkeypatch):
+    model = spread(tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES)))
+    monkeypatch.setattr(trial, "_LARGEST_HALF_ERROR", 0.0)
+    async with engine_of(model, dtype="bfloat16", enable_return_routed_experts=False):
+        pass
+    monkeypatch.setattr(trial, "_LARGEST_OF_ROUNDING", 0.0)
+    model = spread(tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES)))
+    with pytest.raises(ConfigurationError, match="LlamaForCausalLM does not run in the embedded engine"):
+        async with engine_of(model, dtype="bfloat16", enable_return_routed_experts=False):
             pass
