@@ -36,7 +36,8 @@ def test_a_run_from_python_writes_and_shows_what_the_command_does(make_config, e
     assert "<svg" in (folder / "report.html").read_text()
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     # Nothing of transformers' own bars and warnings between the run's lines.
-    lines = capsys.readouterr().err.splitlines()
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == f"run: stored outputs have the key prefix {outcome.summary['key_prefix']}"
     assert [line.partition("  ")[0] for line in lines] == [f"run: step {step}/2" for step in (0, 1, 2)]
     assert "reward" in lines[2]
 
