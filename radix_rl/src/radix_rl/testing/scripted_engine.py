@@ -78,8 +78,9 @@ class ScriptedEngine(Engine):
     """Keeps the engine contract, and answers by `script`. One event loop uses it.
 
     A script that raises fails its request so. `calls` has every control call as `(name, argument ...)`,
-    `requests` every request; `failures` maps the name of a method to what it raises from now on. Weights in
-    force are in `weights`, by name, so that a script may answer by them.
+    `requests` every request; `failures` maps the name of a method to what it raises from now on, or to a list
+    of which each call raises the next until none is left. Weights in force are in `weights`, by name, so that
+    a script may answer by them.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class ScriptedEngine(Engine):
         self.writer = writer
         self.requests: list[GenerateRequest] = []
         self.calls: list[tuple[Any, ...]] = []
-        self.failures: dict[str, BaseException] = {}
+        self.failures: dict[str, BaseException | list[BaseException]] = {}
         self.weights: dict[str, torch.Tensor] = {}
         self.running: dict[str, _Run] = {}
         self.most_running = 0
@@ -125,9 +126,11 @@ class ScriptedEngine(Engine):
         )
         self._update: dict[str, torch.Tensor] | None = None
         self._asleep: set[MemoryTag] = set()
-        self._paused = self._closed = False
+        self.paused = self._closed = False
+        self._held = False
         self._goes = asyncio.Event()
         self._goes.set()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def count_up(self, request: GenerateRequest) -> Answer:
         """Each token is the one after its predecessor, modulo the vocabulary."""
@@ -144,11 +147,23 @@ class ScriptedEngine(Engine):
         return self._info.weight_version
 
     def hold(self) -> None:
-        """Let no token come any more, until `release`."""
+        """Let no token come any more, until `release`. Both may be called from any thread."""
+        self._held = True
         self._goes.clear()
 
     def release(self) -> None:
-        self._goes.set()
+        self._held = False
+        if self._loop is None:
+            self._settle()
+        else:
+            self._loop.call_soon_threadsafe(self._settle)
+
+    def _settle(self) -> None:
+        """Tokens come while the engine is neither held nor paused."""
+        if self._held or self.paused:
+            self._goes.clear()
+        else:
+            self._goes.set()
 
     async def start(self) -> EngineInfo:
         self._called("start")
@@ -182,6 +197,8 @@ class ScriptedEngine(Engine):
         raise AssertionError("a stream ends with its output")
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[PartialOutput | GenerateOutput, None]:
+        self._loop = asyncio.get_running_loop()
+        self.requests.append(request)
         self._check_state()
         self._fail_if_asked("generate")
         self.check(request)
@@ -189,7 +206,6 @@ class ScriptedEngine(Engine):
             raise RequestError(
                 f"request_id {request.request_id!r} belongs to a running request; use a new one"
             )
-        self.requests.append(request)
         run = self.running[request.request_id] = _Run(request, self.script(request))
         self.most_running = max(self.most_running, len(self.running))
         try:
@@ -234,8 +250,13 @@ class ScriptedEngine(Engine):
                 await asyncio.wait_for(run.ended.wait(), wait_s)
         else:
             await asyncio.sleep(0)
-        while not (run.ended.is_set() or (self._goes.is_set() and not self._paused)):
-            await asyncio.sleep(0.001)
+        while not (run.ended.is_set() or self._goes.is_set()):
+            waits = [asyncio.ensure_future(event.wait()) for event in (run.ended, self._goes)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
         return not run.ended.is_set()
 
     async def _finish(self, run: _Run) -> GenerateOutput:
@@ -307,16 +328,18 @@ class ScriptedEngine(Engine):
     async def pause(self, mode: PauseMode = "in_place") -> None:
         self._called("pause", mode)
         self._check_can(mode, self._capabilities.pause_modes, "pause modes")
-        if self._paused:
+        if self.paused:
             raise EngineStateError("the engine is paused already; resume it first")
-        self._paused = True
+        self.paused = True
+        self._settle()
         if mode == "abort":
             for run in self.running.values():
                 run.ended.set()
 
     async def resume(self) -> None:
         self._called("resume")
-        self._paused = False
+        self.paused = False
+        self._settle()
 
     async def sleep(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None:
         self._called("sleep", tuple(tags))
@@ -371,8 +394,11 @@ class ScriptedEngine(Engine):
         self._fail_if_asked(name)
 
     def _fail_if_asked(self, name: str) -> None:
-        if name in self.failures:
-            raise self.failures[name]
+        failure = self.failures.get(name)
+        if isinstance(failure, list):
+            failure = failure.pop(0) if failure else None
+        if failure is not None:
+            raise failure
 
     def _rename(self, version: str) -> None:
         self._info = msgspec.structs.replace(self._info, weight_version=version)

@@ -1,0 +1,50 @@
+"""What the scripted engine can do besides the contract: be held, and fail when it is told to."""
+
+import asyncio
+
+import pytest
+
+from radix_rl.errors import EngineDeadError, EngineError
+from radix_rl.testing import ScriptedEngine, wait_for
+from radix_rl.types import GenerateRequest, SamplingParams
+
+
+def request(request_id: str) -> GenerateRequest:
+    return GenerateRequest(request_id=request_id, input_ids=(1,), sampling=SamplingParams(max_new_tokens=2))
+
+
+async def test_held_requests_are_released_from_another_thread_and_ended_by_an_abort():
+    engine = ScriptedEngine()
+    engine.hold()
+    tasks = [asyncio.create_task(engine.generate(request(name))) for name in ("released", "aborted")]
+    await wait_for(lambda: len(engine.running) == 2, "both requests run")
+    await engine.abort("aborted")
+    assert (await tasks[1]).finish_reason.type == "abort"
+    assert not tasks[0].done()
+    await asyncio.to_thread(engine.release)
+    assert (await asyncio.wait_for(tasks[0], 20)).output_ids == (2, 3)
+
+
+async def test_a_release_does_not_end_a_pause():
+    engine = ScriptedEngine()
+    engine.hold()
+    await engine.pause()
+    task = asyncio.create_task(engine.generate(request("r")))
+    await wait_for(lambda: engine.running, "the request runs")
+    engine.release()
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    await engine.resume()
+    assert (await asyncio.wait_for(task, 20)).output_ids == (2, 3)
+
+
+async def test_failures_are_raised_from_now_on_and_those_of_a_list_once_each():
+    engine = ScriptedEngine()
+    engine.failures = {"generate": [EngineError("hiccup")], "health": EngineDeadError("gone")}
+    with pytest.raises(EngineError, match="hiccup"):
+        await engine.generate(request("r"))
+    assert (await engine.generate(request("r"))).output_ids == (2, 3)
+    assert len(engine.requests) == 2
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="gone"):
+            await engine.health()
