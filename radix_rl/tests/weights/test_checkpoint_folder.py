@@ -8,20 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from radix_rl.engines.embedded.forward.model import load_checkpoint
 from radix_rl.errors import ConfigurationError
+from radix_rl.testing import tiny_model
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    config = Qwen3MoeConfig(
-        vocab_size=24, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
     path = tmp_path_factory.mktemp("whole")
-    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    tiny_model("qwen3_moe").save_pretrained(path)
     return path
 
 

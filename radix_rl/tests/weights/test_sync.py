@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from radix_rl.errors import ConfigurationError, EngineDeadError, WeightUpdateError
+from radix_rl.testing import ScriptedEngine, wait_for
 from radix_rl.weights.sync import WeightSynchronizer, named_weights
 from radix_rl.weights.transports.memory import MemoryTransport
 
 
 @pytest.fixture
-def fleet(make_engine):
-    return [make_engine() for _ in range(3)]
+def fleet():
+    return [ScriptedEngine() for _ in range(3)]
 
 
 def synchronizer(fleet, bucket_bytes=48) -> WeightSynchronizer:
@@ -22,7 +23,9 @@ def synchronizer(fleet, bucket_bytes=48) -> WeightSynchronizer:
 async def test_every_engine_gets_every_tensor_while_paused(fleet, named_tensors):
     metrics = await synchronizer(fleet).sync(1, named_tensors)
     for engine in fleet:
-        assert engine.calls == ["pause", "begin", "update", "update", "update", "commit", "resume"]
+        assert [name for name, *_ in engine.calls] == [
+            "pause", "begin_weight_update", *["update_weights"] * 3, "commit_weight_update", "resume",
+        ]  # fmt: skip
         assert engine.version == "1"
         assert not engine.paused
         assert {name: tensor.tolist() for name, tensor in engine.weights.items()} == {
@@ -34,20 +37,20 @@ async def test_every_engine_gets_every_tensor_while_paused(fleet, named_tensors)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 16, 33, 64, 1 << 20])
-async def test_the_result_does_not_depend_on_the_bucket_size(make_engine, named_tensors, bucket_bytes):
-    engine = make_engine()
+async def test_the_result_does_not_depend_on_the_bucket_size(named_tensors, bucket_bytes):
+    engine = ScriptedEngine()
     await synchronizer([engine], bucket_bytes).sync(1, named_tensors)
     assert {name: (tensor.dtype, tensor.tolist()) for name, tensor in engine.weights.items()} == {
         name: (tensor.dtype, tensor.tolist()) for name, tensor in named_tensors
     }
 
 
-@pytest.mark.parametrize("fails_at", ["pause", "begin", "update"])
+@pytest.mark.parametrize("fails_at", ["pause", "begin_weight_update", "update_weights"])
 async def test_a_failure_before_the_commit_leaves_the_old_version_everywhere(fleet, named_tensors, fails_at):
     sync = synchronizer(fleet)
     await sync.sync(1, named_tensors)
     before = [dict(engine.weights) for engine in fleet]
-    fleet[1].fails_at = fails_at
+    fleet[1].failures[fails_at] = EngineDeadError("unplugged")
     with pytest.raises(EngineDeadError, match="unplugged"):
         await sync.sync(2, [("a", torch.ones(2, 3))])
     for engine, weights in zip(fleet, before, strict=True):
@@ -83,12 +86,15 @@ async def test_weights_that_are_not_finite_are_named_and_reach_no_engine(value, 
 
 
 async def test_a_cancelled_update_is_dropped_everywhere(fleet, named_tensors):
+    sending = asyncio.Event()
+
     async def hang(bucket):
-        await asyncio.sleep(60)
+        sending.set()
+        await asyncio.Event().wait()
 
     fleet[2].update_weights = hang
     task = asyncio.create_task(synchronizer(fleet).sync(1, named_tensors))
-    await asyncio.sleep(0.05)
+    await sending.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -96,33 +102,33 @@ async def test_a_cancelled_update_is_dropped_everywhere(fleet, named_tensors):
 
 
 async def test_an_update_cancelled_at_its_commit_is_committed_everywhere(fleet, named_tensors):
-    commit = fleet[2].commit_weight_update
+    commit, allowed = fleet[2].commit_weight_update, asyncio.Event()
 
-    async def slowly(version):
-        await asyncio.sleep(0.1)
+    async def late(version):
+        await allowed.wait()
         await commit(version)
 
-    fleet[2].commit_weight_update = slowly
+    fleet[2].commit_weight_update = late
     task = asyncio.create_task(synchronizer(fleet).sync(1, named_tensors))
-    while fleet[0].version == "0":
-        await asyncio.sleep(0)
+    await wait_for(lambda: fleet[0].version == "1", "the first engine's commit")
     task.cancel()
+    allowed.set()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert {(engine.version, engine.paused, engine.staged) for engine in fleet} == {("1", False, None)}
 
 
 async def test_an_engine_that_cannot_commit_gives_its_weights_up(fleet, named_tensors):
-    fleet[1].fails_at = "commit"
+    fleet[1].failures["commit_weight_update"] = EngineDeadError("unplugged")
     with pytest.raises(WeightUpdateError, match="1 of 3 engines could not commit weight version 1"):
         await synchronizer(fleet).sync(1, named_tensors)
-    assert [engine.asleep for engine in fleet] == [False, True, False]
+    assert [engine.asleep for engine in fleet] == [set(), {"weights"}, set()]
     assert not any(engine.paused for engine in fleet)
 
 
 async def test_no_commit_at_all_keeps_the_old_version(fleet, named_tensors):
     for engine in fleet:
-        engine.fails_at = "commit"
+        engine.failures["commit_weight_update"] = EngineDeadError("unplugged")
     with pytest.raises(WeightUpdateError, match="stays in force"):
         await synchronizer(fleet).sync(1, named_tensors)
     assert not any(engine.asleep or engine.paused for engine in fleet)
@@ -135,11 +141,11 @@ async def test_versions_only_grow(fleet, named_tensors):
         await sync.sync(5, named_tensors)
 
 
-def test_an_engine_that_takes_no_such_transport_is_refused(make_engine):
+def test_an_engine_that_takes_no_such_transport_is_refused():
     with pytest.raises(
-        ConfigurationError, match=r"'memory', but KeepingEngine takes weights by ipc, broadcast"
+        ConfigurationError, match=r"'memory', but ScriptedEngine takes weights by ipc, broadcast"
     ):
-        synchronizer([make_engine(transports=("ipc", "broadcast"))])
+        synchronizer([ScriptedEngine(weight_transports=("ipc", "broadcast"))])
 
 
 def test_tied_weights_are_sent_once_and_buffers_too():

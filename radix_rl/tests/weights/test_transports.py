@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 from radix_rl.addresses import host_and_port
 from radix_rl.buckets.bucket import TensorSpec, pack_buckets
@@ -26,6 +26,7 @@ from radix_rl.errors import ConfigurationError, EngineError, EngineStateError, W
 from radix_rl.server.app import create_app
 from radix_rl.server.runner import HttpServer, bind
 from radix_rl.server.settings import ServerSettings
+from radix_rl.testing import ScriptedEngine, tiny_model
 from radix_rl.weights.sync import WeightSynchronizer, named_weights
 from radix_rl.weights.transports.broadcast import BroadcastTransport
 from radix_rl.weights.transports.disk import DiskTransport
@@ -37,13 +38,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=24, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    return Qwen3MoeForCausalLM(config).bfloat16()
+    changes = {"num_hidden_layers": 2, "num_experts": 4, "tie_word_embeddings": True}
+    return tiny_model("qwen3_moe", **changes).bfloat16()
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +50,17 @@ def model_path(model, tmp_path_factory):
 
 
 @pytest.fixture
-async def serve(make_engine):
+async def serve():
     """Servers on this event loop, with a client and the application of each.
 
-    Each is over an engine that keeps what it is sent.
+    Each is over a scripted engine.
     """
     started = []
 
     async def start(timeout_s=30.0, host="127.0.0.1"):
         sock = bind(host, 0)
         url = f"http://{host_and_port(host, sock.getsockname()[1])}"
-        engine = make_engine()
+        engine = ScriptedEngine()
         settings = ServerSettings(model_path="m", served_model_name="m", weight_update_timeout_s=timeout_s)
         app = create_app(engine, None, settings)
         server = HttpServer(app, drain_s=1)
@@ -105,10 +101,10 @@ def assert_equal(weights, model):
 @pytest.mark.parametrize("bucket_bytes", [600, 1 << 20])
 @pytest.mark.parametrize("name", ["memory", "http", "broadcast", "disk"])
 async def test_every_transport_puts_the_same_bits_in_force_whatever_the_bucket(
-    name, bucket_bytes, serve, make_engine, model, model_path, tmp_path
+    name, bucket_bytes, serve, model, model_path, tmp_path
 ):
     if name == "memory":
-        engines = kept = [make_engine(), make_engine()]
+        engines = kept = [ScriptedEngine(), ScriptedEngine()]
     else:
         engines, kept = [], []
         for _ in range(2):
@@ -157,13 +153,11 @@ async def test_broadcasts_reach_engines_at_any_name_of_the_machine(own_host, ser
         (lambda: DiskTransport(Path("versions"), Path("model")), "disk", "TakesCheckpoints"),
     ],
 )
-def test_an_engine_is_asked_once_for_what_a_transport_needs(make, name, protocol, make_engine):
-    with pytest.raises(ConfigurationError, match=f"'{name}', but KeepingEngine takes weights by memory"):
-        make().check([make_engine()])
-    lacking = make_engine()
-    lacking.transports = (name,)
-    with pytest.raises(ConfigurationError, match=f"KeepingEngine lists it, but lacks methods of {protocol}"):
-        make().check([lacking])
+def test_an_engine_is_asked_once_for_what_a_transport_needs(make, name, protocol):
+    with pytest.raises(ConfigurationError, match=f"'{name}', but ScriptedEngine takes weights by memory"):
+        make().check([ScriptedEngine()])
+    with pytest.raises(ConfigurationError, match=f"ScriptedEngine lists it, but lacks methods of {protocol}"):
+        make().check([ScriptedEngine(weight_transports=(name,))])
     make().check([RemoteLike(name)])
 
 
@@ -268,7 +262,7 @@ async def test_a_refusal_of_one_server_ends_the_update_of_all(serve, model):
     synchronizer = WeightSynchronizer([first, second], broadcast(3.0), bucket_bytes=4_000)
     await synchronizer.sync(1, named_weights(model))
     before = dict(two.weights)
-    two.fails_at, two.failure = "update", WeightUpdateError("no such weight")
+    two.failures["update_weights"] = WeightUpdateError("no such weight")
 
     with pytest.raises(EngineError, match="no such weight"):
         await synchronizer.sync(2, [("w", torch.ones(3))])
@@ -316,7 +310,7 @@ async def test_a_server_that_refuses_a_version_on_disk_leaves_none_there(serve, 
         [client], DiskTransport(tmp_path, model_path), bucket_bytes=3_000,
         checkpoint_names=CheckpointNames(model_path),
     )  # fmt: skip
-    engine.fails_at, engine.failure = "update", WeightUpdateError("no such weight")
+    engine.failures["update_weights"] = WeightUpdateError("no such weight")
 
     with pytest.raises(EngineError, match="no such weight"):
         await synchronizer.sync(1, named_weights(model))
@@ -366,10 +360,10 @@ async def test_after_an_update_that_failed_a_fixed_port_serves_again_and_no_grou
     assert app.state.weights.groups.names() == []
 
 
-def test_transports_to_servers_refuse_other_engines(make_engine, tmp_path):
+def test_transports_to_servers_refuse_other_engines(tmp_path):
     for transport in (broadcast(), DiskTransport(tmp_path, tmp_path)):
         with pytest.raises(ConfigurationError, match="takes weights by memory"):
-            WeightSynchronizer([make_engine()], transport, bucket_bytes=1)
+            WeightSynchronizer([ScriptedEngine()], transport, bucket_bytes=1)
     with pytest.raises(ConfigurationError, match='use "gloo"'):
         BroadcastTransport(backend="nccl", host="127.0.0.1", port=0, device=CPU, timeout_s=1)
 

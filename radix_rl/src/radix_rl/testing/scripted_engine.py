@@ -80,7 +80,8 @@ class ScriptedEngine(Engine):
     A script that raises fails its request so. `calls` has every control call as `(name, argument ...)`,
     `requests` every request; `failures` maps the name of a method to what it raises from now on, or to a list
     of which each call raises the next until none is left. Weights in force are in `weights`, by name, so that
-    a script may answer by them.
+    a script may answer by them; `staged` has those of an update that has begun, else None. `paused` and
+    `asleep` say how the engine stands.
     """
 
     def __init__(
@@ -124,8 +125,8 @@ class ScriptedEngine(Engine):
             }
             | capabilities
         )
-        self._update: dict[str, torch.Tensor] | None = None
-        self._asleep: set[MemoryTag] = set()
+        self.staged: dict[str, torch.Tensor] | None = None
+        self.asleep: set[MemoryTag] = set()
         self.paused = self._closed = False
         self._held = False
         self._goes = asyncio.Event()
@@ -345,21 +346,21 @@ class ScriptedEngine(Engine):
         self._called("sleep", tuple(tags))
         for tag in tags:
             self._check_can(tag, self._capabilities.sleep_tags, "memory tags")
-        self._asleep.update(tags)
+        self.asleep.update(tags)
 
     async def wake(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None:
         """Weights that were dropped come with the next commit only."""
         self._called("wake", tuple(tags))
-        self._asleep -= set(tags) - {"weights"}
+        self.asleep -= set(tags) - {"weights"}
 
     async def flush_cache(self) -> None:
         self._called("flush_cache")
 
     async def begin_weight_update(self, version: str) -> None:
         self._called("begin_weight_update", version)
-        if self._update is not None:
+        if self.staged is not None:
             raise EngineStateError("a weight update has begun already; commit or abort it first")
-        self._update = dict(self.weights)
+        self.staged = dict(self.weights)
 
     async def update_weights(self, bucket: WeightBucket) -> None:
         self._called("update_weights", *(spec.name for spec in bucket.specs))
@@ -367,13 +368,13 @@ class ScriptedEngine(Engine):
 
     async def commit_weight_update(self, version: str) -> None:
         self._called("commit_weight_update", version)
-        self.weights, self._update = self._open_update(), None
-        self._asleep.discard("weights")
+        self.weights, self.staged = self._open_update(), None
+        self.asleep.discard("weights")
         self._rename(version)
 
     async def abort_weight_update(self) -> None:
         self._called("abort_weight_update")
-        self._update = None
+        self.staged = None
 
     async def set_weight_version(self, version: str) -> None:
         self._called("set_weight_version", version)
@@ -404,9 +405,9 @@ class ScriptedEngine(Engine):
         self._info = msgspec.structs.replace(self._info, weight_version=version)
 
     def _open_update(self) -> dict[str, torch.Tensor]:
-        if self._update is None:
+        if self.staged is None:
             raise WeightUpdateError("no weight update has begun; call begin_weight_update first")
-        return self._update
+        return self.staged
 
     def _check_can(self, asked: str, can: Collection[str], what: str) -> None:
         if asked not in can:
@@ -415,10 +416,8 @@ class ScriptedEngine(Engine):
     def _check_state(self) -> None:
         if self._closed:
             raise EngineDeadError("the engine was closed")
-        if self._asleep:
-            raise EngineStateError(
-                f"asleep: {', '.join(sorted(self._asleep))}; wake it or send weights first"
-            )
+        if self.asleep:
+            raise EngineStateError(f"asleep: {', '.join(sorted(self.asleep))}; wake it or send weights first")
 
 
 def numbered_rows(num_rows: int, layers: int, top_k: int) -> np.ndarray:
