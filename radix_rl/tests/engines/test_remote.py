@@ -22,6 +22,8 @@ from radix_rl.errors import (
 )
 from radix_rl.rollout.replay_index import ReplayIndex
 from radix_rl.server.runner import bind
+from radix_rl.testing import wait_for
+from radix_rl.testing.scripted_engine import numbered_rows
 from radix_rl.types import FinishReason, SamplingParams, VersionSpan
 from radix_rl.weights.sync import WeightSynchronizer
 from radix_rl.weights.transports.http import HttpTransport
@@ -64,13 +66,6 @@ async def connect(memory_store):
         await engine.close()
 
 
-async def until(holds, seconds: float = 5.0) -> bool:
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends and not holds():
-        await asyncio.sleep(0.005)
-    return holds()
-
-
 async def test_an_answer_is_the_engines_own(serve, connect, request_for):
     server = await serve()
     engine = await connect(server.url)
@@ -84,7 +79,7 @@ async def test_an_answer_is_the_engines_own(serve, connect, request_for):
     assert (answer.prompt_tokens, answer.cached_tokens) == (4, 3)
     assert answer.outputs is None
     assert answer.output_store_ref is None
-    assert server.engine.served[0].sampling == sampling
+    assert server.engine.requests[0].sampling == sampling
 
 
 async def test_a_server_at_any_name_of_the_machine_answers_and_takes_weights(
@@ -114,7 +109,7 @@ async def test_rows_come_inline_with_the_shape_that_the_server_tells(serve, conn
     assert answer.outputs is not None
     assert answer.outputs.routed_experts is not None
     assert answer.routed_experts_start == 2
-    assert answer.outputs.routed_experts.tolist() == [[[t, 0], [-1, -1]] for t in range(2, 6)]
+    assert answer.outputs.routed_experts.tolist() == numbered_rows(6, 2, 3)[2:].tolist()
 
 
 async def test_rows_come_through_the_store_as_a_reference(serve, connect, request_for, memory_store):
@@ -127,7 +122,7 @@ async def test_rows_come_through_the_store_as_a_reference(serve, connect, reques
     ref = answer.output_store_ref
     (stash,) = store.read_many([(ref, ["routed_experts"])], stash_type=TokenOutputStash, buffer_bytes=1 << 20)
     assert stash.routed_experts is not None
-    assert stash.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert stash.routed_experts.tolist() == numbered_rows(6, 2, 3).tolist()
     store.delete_many([ref])
     assert list(store.list_objects()) == []
 
@@ -164,61 +159,61 @@ async def connect_unchecked(url: str) -> RemoteEngine:
 async def test_a_refused_request_is_not_tried_again(serve, connect, request_for):
     server = await serve()
     engine = await connect(server.url)
-    server.engine.failures = [RequestError("over the context length")]
+    server.engine.failures["generate"] = [RequestError("over the context length")]
     with pytest.raises(RequestError, match="over the context length"):
         await engine.generate(request_for())
-    assert len(server.engine.served) == 1
+    assert len(server.engine.requests) == 1
 
 
 async def test_a_server_error_is_tried_again_under_a_new_id(serve, connect, request_for):
     server = await serve()
     engine = await connect(server.url)
-    server.engine.failures = [StoreFullError("no room"), EngineError("hiccup")]
+    server.engine.failures["generate"] = [StoreFullError("no room"), EngineError("hiccup")]
     assert (await engine.generate(request_for())).output_ids == (5, 6, 7)
-    assert len({request.request_id for request in server.engine.served}) == 3
+    assert len({request.request_id for request in server.engine.requests}) == 3
 
 
 async def test_a_server_that_keeps_failing_is_given_up(serve, connect, request_for):
     server = await serve()
     engine = await connect(server.url)
-    server.engine.failures = [EngineError("broken")] * 9
+    server.engine.failures["generate"] = [EngineError("broken")] * 9
     with pytest.raises(EngineError, match="answered 500: broken"):
         await engine.generate(request_for())
-    assert len(server.engine.served) == 5
+    assert len(server.engine.requests) == 5
 
 
 async def test_a_deadline_ends_the_wait_and_the_request(serve, connect, request_for, memory_store):
     server = await serve()
     engine = await connect(server.url, request_timeout_s=0.2)
-    server.engine.free.clear()
+    server.engine.hold()
     with pytest.raises(EngineDeadError, match=r"did not answer within 0\.2 s"):
         await engine.generate(request_for(**VIA_STORE))
-    assert await until(lambda: not server.engine.running)
+    await wait_for(lambda: not server.engine.running, "the request has ended")
     assert list(memory_store[0].list_objects()) == []
 
 
 async def test_a_cancelled_request_ends_and_leaves_no_object(serve, connect, request_for, memory_store):
     server = await serve()
     engine = await connect(server.url)
-    server.engine.free.clear()
+    server.engine.hold()
     task = asyncio.create_task(engine.generate(request_for(**VIA_STORE)))
-    assert await until(lambda: server.engine.running)
+    await wait_for(lambda: server.engine.running, "the request runs")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await until(lambda: not server.engine.running)
+    await wait_for(lambda: not server.engine.running, "the request has ended")
     await engine.close()
     # The abort made the server answer with what it had; that answer's object was deleted here.
-    assert ("abort", server.engine.served[0].request_id) in server.engine.calls
+    assert ("abort", server.engine.requests[0].request_id) in server.engine.calls
     assert list(memory_store[0].list_objects()) == []
 
 
 async def test_an_abort_takes_the_clients_id(serve, connect, request_for):
     server = await serve()
     engine = await connect(server.url)
-    server.engine.free.clear()
+    server.engine.hold()
     tasks = [asyncio.create_task(engine.generate(request_for(name))) for name in ("one", "two")]
-    assert await until(lambda: len(server.engine.running) == 2)
+    await wait_for(lambda: len(server.engine.running) == 2, "both requests run")
     await engine.abort("one")
     assert (await tasks[0]).finish_reason == FinishReason(type="abort", message="asked to")
     assert not tasks[1].done()
@@ -229,9 +224,9 @@ async def test_an_abort_takes_the_clients_id(serve, connect, request_for):
 async def test_a_server_that_stops_fails_its_requests_within_seconds(serve, connect, request_for):
     server = await serve()
     engine = await connect(server.url)
-    server.engine.free.clear()
+    server.engine.hold()
     task = asyncio.create_task(engine.generate(request_for()))
-    assert await until(lambda: server.engine.running)
+    await wait_for(lambda: server.engine.running, "the request runs")
     started = time.monotonic()
     server.stop()
     with pytest.raises(EngineError):
@@ -244,15 +239,15 @@ async def test_a_request_waits_for_an_engine_that_cannot_generate_yet(serve, con
     server = await serve()
     engine = await connect(server.url)
     engine._http.watch = LivenessWatch(engine._http._require_answer, interval_s=0.01, max_failures=2)
-    server.engine.free.clear()
+    server.engine.hold()
     task = asyncio.create_task(engine.generate(request_for()))
-    assert await until(lambda: server.engine.running)
-    server.engine.healthy = False
+    await wait_for(lambda: server.engine.running, "the request runs")
+    server.engine.failures["health"] = EngineDeadError("its worker is gone")
     with pytest.raises(EngineError, match="its worker is gone"):
         await engine.health()
     await asyncio.sleep(0.3)
     assert not task.done()
-    server.engine.free.set()
+    server.engine.release()
     assert (await task).output_ids == (5, 6, 7)
 
 
@@ -280,16 +275,16 @@ async def test_control_calls_reach_the_engine(serve, connect):
     await engine.pause("retract")
     await engine.resume()
     await engine.resume()
-    await engine.sleep(["weights"])
-    await engine.wake(["weights"])
+    await engine.sleep(["kv_cache"])
+    await engine.wake(["kv_cache"])
     await engine.flush_cache()
     await engine.health()
     assert server.engine.calls == [
         ("pause", "retract"),
-        "resume",
-        ("sleep", ("weights",)),
-        ("wake", ("weights",)),
-        "flush",
+        ("resume",),
+        ("sleep", ("kv_cache",)),
+        ("wake", ("kv_cache",)),
+        ("flush_cache",),
     ]
 
 
@@ -301,25 +296,32 @@ async def test_new_weights_reach_every_server_whatever_the_bucket_size(serve, co
     synchronizer = WeightSynchronizer(engines, HttpTransport(), bucket_bytes=bucket_bytes)
     await synchronizer.sync(1, tensors)
     for server in servers:
-        assert server.engine.updated == {"a": [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], "b": [1.0, 1.0]}
+        weights = {name: tensor.tolist() for name, tensor in server.engine.weights.items()}
+        assert weights == {"a": [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], "b": [1.0, 1.0]}
         assert server.engine.version == "1"
-        assert server.engine.calls == [("pause", "in_place"), ("begin", "1"), ("commit", "1"), "resume"]
+        assert [call for call in server.engine.calls if call[0] != "update_weights"] == [
+            ("pause", "in_place"),
+            ("begin_weight_update", "1"),
+            ("commit_weight_update", "1"),
+            ("resume",),
+        ]
 
 
 async def test_a_server_that_fails_keeps_the_whole_fleet_at_the_old_version(serve, connect):
     servers = [await serve(), await serve()]
     engines = [await connect(server.url) for server in servers]
-
-    async def refuse(bucket) -> None:
-        raise EngineError("no memory")
-
-    servers[1].engine.update_weights = refuse
+    servers[1].engine.failures["update_weights"] = EngineError("no memory")
     synchronizer = WeightSynchronizer(engines, HttpTransport(), bucket_bytes=64)
     with pytest.raises(EngineError, match="no memory"):
         await synchronizer.sync(1, [("a", torch.ones(3))])
     for server in servers:
         assert server.engine.version == "0"
-        assert server.engine.calls == [("pause", "in_place"), ("begin", "1"), "abort_update", "resume"]
+        assert [call for call in server.engine.calls if call[0] != "update_weights"] == [
+            ("pause", "in_place"),
+            ("begin_weight_update", "1"),
+            ("abort_weight_update",),
+            ("resume",),
+        ]
 
 
 async def test_a_run_that_starts_ends_what_a_killed_one_left(serve, connect, request_for):
@@ -395,7 +397,7 @@ async def test_a_server_that_stores_elsewhere_is_refused_before_the_first_reques
     engine = RemoteEngine(server.url, RemoteSettings(), needs_output_store="memory", store=store)
     with pytest.raises(ConfigurationError, match=message):
         await engine.start()
-    assert server.engine.served == []
+    assert server.engine.requests == []
     await engine.close()
     store.close()
 
@@ -412,5 +414,5 @@ async def test_two_servers_of_one_run_with_different_prefixes_are_refused_at_sta
     assert str(refused.value).startswith(
         f"{other.url}: the server's output store has key_prefix 'other/run', this run's has 'test/run'"
     )
-    assert same.engine.served == other.engine.served == []
+    assert same.engine.requests == other.engine.requests == []
     await pool.close()
