@@ -106,7 +106,7 @@ def run_form(form: str, runs: Path, store: dict, overrides: Sequence[str]) -> No
         print(f"{form}: step {record['step']:.0f}  {figures}")
     print(f"{form}: {config.train.steps} steps in {time.perf_counter() - started:.0f} s, loading included")
     for name, value in summary.items():
-        print(f"{form}: {name} {value:.4g}")
+        print(f"{form}: {name} {value if isinstance(value, str) else f'{value:.4g}'}")
     if summary.get("objects_left"):
         raise RadixError(f"{form}: {summary['objects_left']:.0f} objects were left in the store")
 

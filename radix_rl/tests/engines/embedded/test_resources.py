@@ -252,10 +252,13 @@ def long_answer(request_of):
 
 def test_storing_a_long_answer_leaves_the_event_loop_free(qwen3_moe, settings, long_answer):
     config = {"name": "long-answer", "key_prefix": "test/long"}
+    # The answer is another model's, with more layers, all of which route.
+    model = copy.deepcopy(qwen3_moe)
+    model.config.mlp_only_layers = []
 
     async def store():
         engine = EmbeddedEngine(
-            settings(output_store={"backend": "memory", "config": config}), model=copy.deepcopy(qwen3_moe)
+            settings(output_store={"backend": "memory", "config": config}), model=copy.deepcopy(model)
         )
         await engine.start()
         loop = asyncio.get_running_loop()

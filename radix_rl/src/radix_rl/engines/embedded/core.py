@@ -215,6 +215,9 @@ class EngineCore:
         if self._products is not None:
             self._products.refresh()
         self.scheduler.flush_prefixes()
+        if old is None:
+            # After a sleep the cache takes its memory next: what staging freed must not lie beside it.
+            give_back(self.runner.device)
 
     def rename_weights(self, version: str) -> None:
         """Give the weights in force another version name."""
