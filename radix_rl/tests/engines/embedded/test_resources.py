@@ -244,7 +244,7 @@ def long_answer(request_of):
         output_logprobs=[-1.0] * 512,
         computed=8191,
         rows={"routed_experts": np.ones((8191, 48, 8), np.int32)},
-        mask_ids=[np.arange(512, dtype=np.int32)] * 512,
+        mask_ids=[np.tile(np.arange(128, dtype=np.int32), 4)] * 512,
         mask_logprobs=[np.zeros(512, np.float32)] * 512,
         finish_reason=FinishReason(type="length", length=512),
     )
