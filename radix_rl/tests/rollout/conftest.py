@@ -1,118 +1,17 @@
-"""A scripted engine, and a store that counts its backend's reads.
-
-The engine's replay rows tell where they come from.
-"""
+"""The scripted engine with numbered tokens, over a store of the test's own."""
 
 import asyncio
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
-from radix_rl.buckets.bucket import WeightBucket
-from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
-from radix_rl.types import FinishReason, GenerateOutput, GenerateRequest, VersionSpan
-from radix_transfer_plugins import OutputStore, TokenOutputStash, create_backend
-
-NUM_LAYERS, TOP_K = 2, 3
-
-
-def expert_rows(start: int, end: int) -> np.ndarray:
-    """`[end - start, 2, 3]` int32: row t holds 100 t + its place, so that a shifted row is seen."""
-    rows = np.arange(start, end, dtype=np.int32)[:, None, None] * 100
-    return rows + np.arange(NUM_LAYERS * TOP_K, dtype=np.int32).reshape(NUM_LAYERS, TOP_K)
-
-
-class ScriptedEngine(Engine):
-    """Token number c of every answer is 1000 + c. `outcome` may replace any answer or raise."""
-
-    def __init__(self, store: OutputStore | None) -> None:
-        self.store = store
-        self.requests: list[GenerateRequest] = []
-        self.outcome: Callable[[GenerateRequest], GenerateOutput | None] = lambda request: None
-        self.output_tokens: Callable[[GenerateRequest], tuple[int, str]] = lambda request: (
-            request.sampling.max_new_tokens,
-            "length",
-        )
-        self.delay_s: Callable[[GenerateRequest], float] = lambda request: 0.0
-        self.ordered_admission = False
-        self.running = 0
-        self.most_running = 0
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(
-            routed_experts=True,
-            indexer_topk=False,
-            sampling_mask=False,
-            output_store="memory" if self.store else None,
-            pause_modes=("in_place",),
-            sleep_tags=(),
-            weight_transports=("memory",),
-            ordered_admission=self.ordered_admission,
-        )
-
-    async def start(self) -> EngineInfo:
-        return await self.info()
-
-    async def info(self) -> EngineInfo:
-        return EngineInfo(
-            model_path="scripted",
-            weight_version="1",
-            context_length=64,
-            vocab_size=2000,
-            num_layers=NUM_LAYERS,
-        )
-
-    async def generate(self, request: GenerateRequest) -> GenerateOutput:
-        self.requests.append(request)
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
-        try:
-            await asyncio.sleep(self.delay_s(request))
-            replacement = self.outcome(request)
-            return replacement if replacement is not None else self.answer(request)
-        finally:
-            self.running -= 1
-
-    def answer(self, request: GenerateRequest) -> GenerateOutput:
-        num_prompt = len(request.input_ids)
-        num_outputs, reason = self.output_tokens(request)
-        ref = stash = None
-        has_rows = num_outputs or reason != "abort"
-        if request.return_routed_experts and has_rows:
-            start = request.routed_experts_start_len
-            rows = expert_rows(start, num_prompt + max(num_outputs - 1, 0))
-            stash = TokenOutputStash(routed_experts=rows)
-            if request.return_outputs_via_store:
-                assert self.store is not None
-                (stored,) = self.store.put_many([stash], start_rows=[{"routed_experts": start}])
-                ref, stash = stored, None
-        return GenerateOutput(
-            request_id=request.request_id,
-            prompt_tokens=num_prompt,
-            output_ids=tuple(1000 + c for c in range(num_outputs)),
-            output_logprobs=tuple(-0.5 - c for c in range(num_outputs)),
-            finish_reason=FinishReason(type=reason),
-            version_spans=(VersionSpan(0, num_outputs, "1"),) if num_outputs else (),
-            outputs=stash,
-            routed_experts_start=request.routed_experts_start_len,
-            output_store_ref=ref,
-        )
-
-    async def abort(self, request_id: str | None = None, message: str | None = None) -> None: ...
-    async def pause(self, mode: PauseMode = "in_place") -> None: ...
-    async def resume(self) -> None: ...
-    async def sleep(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None: ...
-    async def wake(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None: ...
-    async def flush_cache(self) -> None: ...
-    async def begin_weight_update(self, version: str) -> None: ...
-    async def update_weights(self, bucket: WeightBucket) -> None: ...
-    async def commit_weight_update(self, version: str) -> None: ...
-    async def abort_weight_update(self) -> None: ...
-    async def health(self) -> None: ...
-    async def close(self) -> None: ...
+from radix_engine_plugins.writer import OutputStoreWriter
+from radix_rl.testing import Answer, ScriptedEngine
+from radix_rl.testing.scripted_engine import numbered_rows
+from radix_rl.types import GenerateOutput, GenerateRequest
+from radix_transfer_plugins import OutputStore, create_backend
 
 
 @pytest.fixture
@@ -125,13 +24,40 @@ def store() -> Iterator[OutputStore]:
 
 
 @pytest.fixture
-def engine(store: OutputStore) -> ScriptedEngine:
-    return ScriptedEngine(store)
+def counted() -> Callable[..., Answer]:
+    """A script: token number c of every answer is 1000 + c, of log probability -0.5 - c.
+
+    `num_tokens` replaces the request's own number, keywords replace the answer's other fields.
+    """
+
+    def make(request: GenerateRequest, num_tokens: int | None = None, **changes: object) -> Answer:
+        count = request.sampling.max_new_tokens if num_tokens is None else num_tokens
+        fields: dict = {
+            "output_ids": range(1000, 1000 + count),
+            "logprobs": [-0.5 - place for place in range(count)],
+        }
+        return Answer(**(fields | changes))
+
+    return make
+
+
+@pytest.fixture
+def engine(store: OutputStore, counted: Callable[..., Answer]) -> Iterator[ScriptedEngine]:
+    writer = OutputStoreWriter(OutputStore(create_backend("memory"), store.key_prefix))
+    yield ScriptedEngine(counted, writer=writer)
+    asyncio.run(writer.close())
+
+
+@pytest.fixture
+def answer(engine: ScriptedEngine) -> Callable[[GenerateRequest], GenerateOutput]:
+    """The engine's answer to a request, for tests without an event loop."""
+    return lambda request: asyncio.run(engine.generate(request))
 
 
 @pytest.fixture
 def rows() -> Callable[[int, int], np.ndarray]:
-    return expert_rows
+    """The engine's rows from a start to an end."""
+    return lambda start, end: numbered_rows(end, 2, 3)[start:]
 
 
 @pytest.fixture

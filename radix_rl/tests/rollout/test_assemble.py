@@ -1,5 +1,7 @@
 """From samples back to arrays: every row once, missing rows -1."""
 
+from functools import partial
+
 import msgspec
 import numpy as np
 import pytest
@@ -8,19 +10,17 @@ from radix_rl.errors import ReplayError
 from radix_rl.rollout.sample import Sample
 from radix_rl.train.replay.assemble import assemble_replay, delete_refs
 from radix_rl.types import SamplingParams
-from radix_transfer_plugins import OutputStore, TokenOutputStash
+from radix_transfer_plugins import OutputStore
 
 BUFFER_BYTES = 1 << 20
 
 
 @pytest.fixture
-def sample_of(engine, ask):
+def sample_of(answer, ask):
     def make(num_prompt: int, num_outputs: int, index: int = 0, **changes) -> Sample:
         request = ask(num_prompt, sampling=SamplingParams(max_new_tokens=num_outputs), **changes)
         backend = "memory" if request.return_outputs_via_store else None
-        return Sample.from_response(
-            request, engine.answer(request), group_id=0, index=index, store_backend=backend
-        )
+        return Sample.from_response(request, answer(request), group_id=0, index=index, store_backend=backend)
 
     return make
 
@@ -37,7 +37,7 @@ def test_a_sample_gets_one_row_a_token_but_the_last(store, sample_of, rows, via_
     assert np.array_equal(second["routed_experts"], rows(0, 2))
 
 
-def test_turns_are_joined_in_row_order(engine, store, sample_of, ask, rows):
+def test_turns_are_joined_in_row_order(answer, store, sample_of, ask, rows):
     sample = sample_of(5, 3)
     later = ask(
         0,
@@ -45,7 +45,7 @@ def test_turns_are_joined_in_row_order(engine, store, sample_of, ask, rows):
         sampling=SamplingParams(max_new_tokens=2),
         routed_experts_start_len=sample.replay.covered_rows,
     )
-    sample.add_response(later, engine.answer(later), store_backend="memory")
+    sample.add_response(later, answer(later), store_backend="memory")
     (arrays,) = assemble_replay([sample], store, ["routed_experts"], BUFFER_BYTES)
     assert np.array_equal(arrays["routed_experts"], rows(0, 10))
 
@@ -101,7 +101,7 @@ def test_shared_segments_are_read_once_and_deleted_once(store, sample_of, rows, 
     assert list(store.list_objects()) == []
 
 
-def test_deleting_reaches_refs_of_rows_that_were_cut(engine, store, sample_of, ask):
+def test_deleting_reaches_refs_of_rows_that_were_cut(answer, store, sample_of, ask):
     sample = sample_of(5, 3)
     later = ask(
         0,
@@ -109,7 +109,7 @@ def test_deleting_reaches_refs_of_rows_that_were_cut(engine, store, sample_of, a
         sampling=SamplingParams(max_new_tokens=2),
         routed_experts_start_len=sample.replay.covered_rows,
     )
-    sample.add_response(later, engine.answer(later), store_backend="memory")
+    sample.add_response(later, answer(later), store_backend="memory")
     sample.truncate(6)
     assert delete_refs([sample], store) == 2
     assert delete_refs([sample], store) == 2
@@ -134,21 +134,14 @@ def test_stored_rows_without_a_store_are_refused(sample_of):
         assemble_replay([sample_of(5, 3)], None, ["routed_experts"], BUFFER_BYTES)
 
 
-def test_the_sampling_mask_skips_injected_tokens(engine, store, ask):
-    def answered(request, lengths, ids):
-        stash = TokenOutputStash(
-            sampling_mask_lengths=np.array(lengths, np.int32), sampling_mask_token_ids=np.array(ids, np.int32)
-        )
-        (ref,) = store.put_many([stash])
-        return msgspec.structs.replace(engine.answer(request), output_store_ref=ref)
-
+def test_the_sampling_mask_skips_injected_tokens(engine, store, answer, counted, ask):
     options = {"return_routed_experts": False, "return_sampling_mask": True}
     first = ask(3, sampling=SamplingParams(max_new_tokens=2), **options)
-    sample = Sample.from_response(
-        first, answered(first, [2, 1], [7, 8, 9]), group_id=0, index=0, store_backend="memory"
-    )
+    engine.script = partial(counted, sampling_mask=[[7, 8], [9]])
+    sample = Sample.from_response(first, answer(first), group_id=0, index=0, store_backend="memory")
     second = ask(0, input_ids=(*sample.tokens, 50), sampling=SamplingParams(max_new_tokens=2), **options)
-    sample.add_response(second, answered(second, [1, 2], [4, 5, 6]), store_backend="memory")
+    engine.script = partial(counted, sampling_mask=[[4], [5, 6]])
+    sample.add_response(second, answer(second), store_backend="memory")
     fields = ["sampling_mask_lengths", "sampling_mask_token_ids"]
     (arrays,) = assemble_replay([sample], store, fields, BUFFER_BYTES)
     assert arrays["sampling_mask_lengths"].tolist() == [2, 1, 0, 1, 2]

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 
 import msgspec
 import pytest
@@ -13,7 +14,10 @@ from radix_rl.rollout.environments.base import Environment, EpochOrder, Problem
 from radix_rl.rollout.generation import RolloutGenerator
 from radix_rl.rollout.metrics import rollout_metrics
 from radix_rl.rollout.refs import delete_refs
+from radix_rl.testing import ScriptedEngine, wait_for
 from radix_rl.types import FinishReason
+
+ABORT, STOP = FinishReason(type="abort"), FinishReason(type="stop")
 
 
 class Lengths(Environment):
@@ -37,10 +41,10 @@ def problems() -> list[Problem]:
 
 @pytest.fixture
 def make(engine, store):
-    def build(*, seed: int = 0, via_store: bool = True, **config) -> RolloutGenerator:
+    def build(over=engine, *, seed: int = 0, via_store: bool = True, **config) -> RolloutGenerator:
         options = {"samples_per_prompt": 2, "sampling": SamplingConfig(max_new_tokens=4)} | config
         return RolloutGenerator(
-            engine,
+            over,
             Lengths(),
             lambda ids, skip_special_tokens: " ".join(map(str, ids)),
             RolloutConfig(**options),
@@ -53,10 +57,15 @@ def make(engine, store):
     return build
 
 
+async def emptied(store) -> None:
+    """An object whose request was cancelled while it was put is deleted in the background."""
+    await wait_for(lambda: not list(store.list_objects()), "every object is deleted")
+
+
 async def test_samples_come_in_order_scored_and_grouped_however_long_each_takes(
-    engine, store, make, problems
+    engine, store, counted, make, problems
 ):
-    engine.delay_s = lambda request: 0.01 * (6 - len(request.input_ids))
+    engine.script = lambda request: counted(request, delay_s=0.01 * (6 - len(request.input_ids)))
     samples = await make().generate(0, problems, first_group_id=10)
     assert [(sample.group_id, sample.index) for sample in samples] == [
         (10 + group, index) for group in range(4) for index in range(2)
@@ -91,45 +100,46 @@ async def test_a_problem_that_comes_twice_in_a_step_gets_other_answers(engine, m
     assert len({request.sampling.seed for request in engine.requests}) == len(engine.requests) == 6
 
 
-async def test_requests_in_flight_stay_below_the_bound(engine, make, problems):
-    engine.delay_s = lambda request: 0.005
+async def test_requests_in_flight_stay_below_the_bound(engine, counted, make, problems):
+    engine.script = partial(counted, delay_s=0.005)
     await make(max_concurrent_requests=3).generate(0, problems)
     assert engine.most_running == 3
 
 
-async def test_an_engine_that_orders_requests_gets_a_step_at_once_and_in_order(engine, make, problems):
-    engine.ordered_admission = True
-    engine.delay_s = lambda request: 0.005
-    generator = make(max_concurrent_requests=1)
+async def test_an_engine_that_orders_requests_gets_a_step_at_once_and_in_order(counted, make, problems):
+    engine = ScriptedEngine(partial(counted, delay_s=0.005), ordered_admission=True)
+    generator = make(engine, via_store=False, max_concurrent_requests=1)
     await generator.generate(0, problems)
     assert engine.most_running == len(engine.requests)
     asked = [request.input_ids for request in engine.requests]
     assert asked == [problem.prompt_ids for problem in problems for _ in range(2)]
 
 
-async def test_an_error_cancels_the_rest_and_leaves_nothing_in_the_store(engine, store, make, problems):
-    def fail_late(request):
-        if len(request.input_ids) == 5:
-            raise RequestError("refused")
+async def test_an_error_cancels_the_rest_and_leaves_nothing_in_the_store(
+    engine, store, counted, make, problems
+):
+    def one_fails_late(request):
+        delay_s = {2: 0.0, 3: 0.0, 4: 30.0, 5: 0.05}[len(request.input_ids)]
+        error = RequestError("refused") if len(request.input_ids) == 5 else None
+        return counted(request, delay_s=delay_s, error=error)
 
-    engine.outcome = fail_late
-    engine.delay_s = lambda request: {2: 0.0, 3: 0.0, 4: 30.0, 5: 0.05}[len(request.input_ids)]
+    engine.script = one_fails_late
     with pytest.raises(RequestError, match="refused"):
         await asyncio.wait_for(make().generate(0, problems), 5)
-    assert engine.running == 0
-    assert list(store.list_objects()) == []
+    assert not engine.running
+    await emptied(store)
 
 
-async def test_cancelling_a_step_leaves_nothing_in_the_store(engine, store, make, problems):
-    engine.delay_s = lambda request: 0.0 if len(request.input_ids) < 4 else 30.0
+async def test_cancelling_a_step_leaves_nothing_in_the_store(engine, store, counted, make, problems):
+    engine.script = lambda request: counted(request, delay_s=0.0 if len(request.input_ids) < 4 else 30.0)
     task = asyncio.create_task(make().generate(0, problems))
-    await asyncio.sleep(0.1)
-    assert len(list(store.list_objects())) == 4
+    await wait_for(lambda: len(list(store.list_objects())) == 4, "the short answers are stored")
+    assert len(engine.requests) == 8
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert engine.running == 0
-    assert list(store.list_objects()) == []
+    assert not engine.running
+    await emptied(store)
 
 
 async def test_a_failing_score_leaves_nothing_in_the_store(engine, store, make, problems, monkeypatch):
@@ -139,7 +149,7 @@ async def test_a_failing_score_leaves_nothing_in_the_store(engine, store, make, 
     monkeypatch.setattr(Lengths, "score", broken)
     with pytest.raises(RewardError, match=r"problem p\d, sample \d/\d, failed: it raised ZeroDivisionError"):
         await make(rewards=RewardConfig(max_failed=7)).generate(0, problems)
-    assert list(store.list_objects()) == []
+    await emptied(store)
 
 
 async def test_rewards_do_not_hold_up_generation(engine, store, make, problems, monkeypatch):
@@ -169,53 +179,68 @@ async def test_rewards_do_not_hold_up_generation(engine, store, make, problems, 
 
 
 async def test_a_refused_answer_is_deleted_too(engine, store, make, problems):
-    def shifted(request):
-        answer = engine.answer(request)
-        return msgspec.structs.replace(answer, output_ids=(*answer.output_ids, 9), output_logprobs=(0.0,) * 5)
+    generate = engine.generate
 
-    engine.outcome = shifted
+    async def shifted(request):
+        output = await generate(request)
+        return msgspec.structs.replace(output, output_ids=(*output.output_ids, 9), output_logprobs=(0.0,) * 5)
+
+    engine.generate = shifted
     with pytest.raises(ReplayError, match="expected them to end at"):
         await make().generate(0, problems[:1])
-    assert list(store.list_objects()) == []
+    await emptied(store)
 
 
 async def test_a_server_that_drops_the_store_flag_is_an_error(engine, make, problems):
-    engine.outcome = lambda request: engine.answer(
+    generate = engine.generate
+    engine.generate = lambda request: generate(
         msgspec.structs.replace(request, return_outputs_via_store=False)
     )
     with pytest.raises(ReplayError, match="router"):
         await make().generate(0, problems)
 
 
-async def test_aborted_requests_go_on_where_they_ended(engine, store, make, problems):
-    engine.output_tokens = lambda request: (
-        (1, "abort") if request.sampling.max_new_tokens > 2 else (2, "stop")
-    )
+@pytest.fixture
+def aborted_twice(counted):
+    """A script for 4 tokens: two aborts after a token each, then the other two."""
+
+    def script(request):
+        if request.sampling.max_new_tokens > 2:
+            return counted(request, 1, finish_reason=ABORT)
+        return counted(request, 2, finish_reason=STOP)
+
+    return script
+
+
+async def test_aborted_requests_go_on_where_they_ended(engine, store, aborted_twice, make, problems):
+    engine.script = aborted_twice
     (first, second) = await make().generate(0, problems[:1])
     for sample in (first, second):
         assert len(sample.tokens) - sample.prompt_tokens == 4
         assert sample.loss_mask == [1, 1, 1, 1]
         assert sample.replay.covered_rows == len(sample.tokens) - 1
-        assert sample.finish_reason == FinishReason(type="stop")
+        assert sample.finish_reason == STOP
     assert delete_refs([first, second], store) == 6
 
 
 async def test_tokens_that_an_abort_brings_without_their_rows_are_sampled_again(
-    engine, store, make, problems
+    engine, store, counted, make, problems
 ):
-    def first_ones_lose_their_rows(request):
-        if request.request_id not in {first.request_id for first in engine.requests[:2]}:
-            return None
-        without = engine.answer(msgspec.structs.replace(request, return_routed_experts=False))
-        return msgspec.structs.replace(
-            without,
-            output_ids=(1000, 1001),
-            output_logprobs=(-7.0, -7.0),
-            finish_reason=FinishReason(type="abort"),
-        )
+    generate = engine.generate
 
-    engine.delay_s = lambda request: 0.01
-    engine.outcome = first_ones_lose_their_rows
+    def first_ones_are_aborted(request):
+        if len(engine.requests) > 2:
+            return counted(request)
+        return counted(request, 2, logprobs=(-7.0, -7.0), finish_reason=ABORT)
+
+    async def without_rows_if_aborted(request):
+        output = await generate(request)
+        if output.finish_reason != ABORT:
+            return output
+        store.delete_many([output.output_store_ref])
+        return msgspec.structs.replace(output, output_store_ref=None)
+
+    engine.script, engine.generate = first_ones_are_aborted, without_rows_if_aborted
     samples = await make().generate(0, problems[:1])
     assert len(engine.requests) == 4
     for sample in samples:
@@ -226,10 +251,10 @@ async def test_tokens_that_an_abort_brings_without_their_rows_are_sampled_again(
 
 
 async def test_an_engine_that_only_aborts_is_an_error_and_leaves_nothing(
-    engine, store, make, problems, monkeypatch
+    engine, store, counted, make, problems, monkeypatch
 ):
     monkeypatch.setattr(generation, "GIVE_UP_S", 0.3)
-    engine.output_tokens = lambda request: (0, "abort")
+    engine.script = partial(counted, num_tokens=0, finish_reason=ABORT)
     with pytest.raises(EngineError, match=r"problem p0: aborted \d+ times in 0 s without a new token"):
         await make().generate(0, problems[:1])
     # Each pause is longer than the one before.
@@ -237,23 +262,21 @@ async def test_an_engine_that_only_aborts_is_an_error_and_leaves_nothing(
     assert list(store.list_objects()) == []
 
 
-async def test_aborts_while_a_request_queues_end_no_rollout(engine, store, make, problems):
+async def test_aborts_while_a_request_queues_end_no_rollout(engine, store, counted, make, problems):
     left = dict.fromkeys((problem.prompt_ids for problem in problems), 5)
 
     def aborted_in_the_queue(request):
         left[request.input_ids] -= 1
-        return (4, "length") if left[request.input_ids] < 0 else (0, "abort")
+        return counted(request) if left[request.input_ids] < 0 else counted(request, 0, finish_reason=ABORT)
 
-    engine.output_tokens = aborted_in_the_queue
+    engine.script = aborted_in_the_queue
     samples = await make(samples_per_prompt=1).generate(0, problems[:1])
     assert [len(sample.tokens) - sample.prompt_tokens for sample in samples] == [4]
     delete_refs(samples, store)
 
 
-async def test_an_evaluation_goes_on_after_an_abort(engine, make):
-    engine.output_tokens = lambda request: (
-        (1, "abort") if request.sampling.max_new_tokens > 2 else (2, "stop")
-    )
+async def test_an_evaluation_goes_on_after_an_abort(engine, aborted_twice, make):
+    engine.script = aborted_twice
     samples = await make().evaluate(Lengths().eval_problems(), SamplingConfig(max_new_tokens=4))
     assert [sample.reward for sample in samples] == [4.0] * 3
 
@@ -268,7 +291,7 @@ async def test_a_prompt_over_the_limit_is_refused_and_leaves_nothing(engine, sto
     with pytest.raises(ReplayError, match="the prompt alone has 5"):
         await make(max_sample_tokens=4).generate(0, problems[-1:])
     assert engine.requests
-    assert list(store.list_objects()) == []
+    await emptied(store)
 
 
 async def test_evaluation_stays_inline_and_asks_for_no_replay(engine, store, make):
@@ -283,12 +306,11 @@ async def test_evaluation_stays_inline_and_asks_for_no_replay(engine, store, mak
     assert list(store.list_objects()) == []
 
 
-def test_an_engine_without_the_store_is_refused_at_construction(engine, store, make):
-    engine.store = None
+def test_an_engine_without_the_store_is_refused_at_construction(make):
     with pytest.raises(
         ConfigurationError, match=r"'memory', but the engine writes to None.*output_store.enabled"
     ):
-        make()
+        make(ScriptedEngine())
 
 
 async def test_metrics_compare_inline_bytes_with_refs(engine, store, make, problems):

@@ -10,17 +10,17 @@ from radix_rl.types import LOGPROB_FLOOR, SamplingParams, VersionSpan
 
 
 @pytest.fixture
-def two_turns(engine, ask) -> Sample:
+def two_turns(answer, ask) -> Sample:
     """5 prompt tokens, 3 sampled, 2 injected, 4 sampled: 14 tokens, rows [0, 13)."""
     first = ask(5, sampling=SamplingParams(max_new_tokens=3))
-    sample = Sample.from_response(first, engine.answer(first), group_id=7, index=2, store_backend="memory")
+    sample = Sample.from_response(first, answer(first), group_id=7, index=2, store_backend="memory")
     second = ask(
         0,
         input_ids=(*sample.tokens, 50, 51),
         sampling=SamplingParams(max_new_tokens=4),
         routed_experts_start_len=sample.replay.covered_rows,
     )
-    sample.add_response(second, engine.answer(second), store_backend="memory")
+    sample.add_response(second, answer(second), store_backend="memory")
     return sample
 
 
@@ -28,14 +28,14 @@ def test_turns_join_with_injected_tokens_out_of_the_loss(two_turns):
     assert two_turns.tokens == [1, 2, 3, 4, 5, 1000, 1001, 1002, 50, 51, 1000, 1001, 1002, 1003]
     assert two_turns.loss_mask == [1, 1, 1, 0, 0, 1, 1, 1, 1]
     assert two_turns.rollout_logprobs == [-0.5, -1.5, -2.5, 0.0, 0.0, -0.5, -1.5, -2.5, -3.5]
-    assert two_turns.version_spans == [VersionSpan(0, 3, "1"), VersionSpan(5, 9, "1")]
+    assert two_turns.version_spans == [VersionSpan(0, 3, "0"), VersionSpan(5, 9, "0")]
     assert two_turns.replay.covered_rows == len(two_turns.tokens) - 1
 
 
-def test_a_token_without_a_finite_log_probability_is_counted_and_not_learnt_from(engine, ask):
+def test_a_token_without_a_finite_log_probability_is_counted_and_not_learnt_from(answer, ask):
     request = ask(5, sampling=SamplingParams(max_new_tokens=3))
-    answer = msgspec.structs.replace(engine.answer(request), output_logprobs=(-0.5, LOGPROB_FLOOR, -2.5))
-    sample = Sample.from_response(request, answer, group_id=0, index=0, store_backend="memory")
+    output = msgspec.structs.replace(answer(request), output_logprobs=(-0.5, LOGPROB_FLOOR, -2.5))
+    sample = Sample.from_response(request, output, group_id=0, index=0, store_backend="memory")
     assert sample.loss_mask == [1, 0, 1]
     assert sample.rollout_logprobs == [-0.5, 0.0, -2.5]
     assert sample.floored_tokens == 1
@@ -46,7 +46,7 @@ def test_one_cut_goes_through_everything(two_turns):
     assert two_turns.tokens == [1, 2, 3, 4, 5, 1000, 1001, 1002, 50, 51, 1000]
     assert two_turns.loss_mask == [1, 1, 1, 0, 0, 1]
     assert two_turns.rollout_logprobs == [-0.5, -1.5, -2.5, 0.0, 0.0, -0.5]
-    assert two_turns.version_spans == [VersionSpan(0, 3, "1"), VersionSpan(5, 6, "1")]
+    assert two_turns.version_spans == [VersionSpan(0, 3, "0"), VersionSpan(5, 6, "0")]
     assert two_turns.replay.covered_rows == 10
     assert two_turns.finish_reason.type == "length"
 
@@ -62,18 +62,18 @@ def test_cutting_into_the_prompt_is_refused(two_turns):
         two_turns.truncate(4)
 
 
-def test_a_request_that_does_not_continue_the_tokens_is_refused(two_turns, engine, ask):
+def test_a_request_that_does_not_continue_the_tokens_is_refused(two_turns, answer, ask):
     other = ask(20, routed_experts_start_len=13, sampling=SamplingParams(max_new_tokens=1))
     with pytest.raises(ReplayError, match="does not continue its 14 tokens"):
-        two_turns.add_response(other, engine.answer(other), store_backend="memory")
+        two_turns.add_response(other, answer(other), store_backend="memory")
     assert len(two_turns.tokens) == 14
 
 
 @pytest.mark.parametrize("via_store", [True, False])
-def test_a_sample_survives_strict_msgpack(engine, ask, rows, via_store):
+def test_a_sample_survives_strict_msgpack(answer, ask, rows, via_store):
     request = ask(5, sampling=SamplingParams(max_new_tokens=3), return_outputs_via_store=via_store)
     backend = "memory" if via_store else None
-    sample = Sample.from_response(request, engine.answer(request), group_id=0, index=1, store_backend=backend)
+    sample = Sample.from_response(request, answer(request), group_id=0, index=1, store_backend=backend)
     sample.reward = 0.5
     sample.metadata["problem_id"] = "p"
     (back,) = decode_samples(encode_samples([sample]))
@@ -93,10 +93,10 @@ def test_what_is_not_a_sample_is_refused_with_its_path():
         decode_samples(msgspec.msgpack.encode([{"surprise": 1}]))
 
 
-def test_a_field_must_be_on_all_samples_or_on_none(two_turns, engine, ask):
+def test_a_field_must_be_on_all_samples_or_on_none(two_turns, answer, ask):
     request = ask(5, sampling=SamplingParams(max_new_tokens=3), return_routed_experts=False)
     request = msgspec.structs.replace(request, return_outputs_via_store=False)
-    bare = Sample.from_response(request, engine.answer(request), group_id=8, index=0, store_backend=None)
+    bare = Sample.from_response(request, answer(request), group_id=8, index=0, store_backend=None)
     check_uniform([bare, bare], ["routed_experts"])
     check_uniform([two_turns, two_turns], ["routed_experts"])
     with pytest.raises(ReplayError, match="sample 8/0 has no 'routed_experts'"):

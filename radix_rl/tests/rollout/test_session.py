@@ -45,14 +45,11 @@ async def test_turns_and_tools_become_one_sample_with_every_row(session, engine,
 
 
 async def test_an_error_frees_what_the_turns_before_stored(session, engine, store):
-    def fail(request):
-        raise EngineError("gone")
-
     async def talk() -> None:
         async with session:
             await session.turn(THREE)
             assert len(list(store.list_objects())) == 1
-            engine.outcome = fail
+            engine.failures["generate"] = EngineError("gone")
             await session.turn(THREE)
 
     with pytest.raises(EngineError, match="gone"):
@@ -63,7 +60,8 @@ async def test_an_error_frees_what_the_turns_before_stored(session, engine, stor
 async def test_a_refused_turn_frees_its_own_object(session, engine, store):
     async with session:
         await session.turn(THREE)
-        engine.outcome = lambda request: engine.answer(engine.requests[0])
+        generate, first = engine.generate, engine.requests[0]
+        engine.generate = lambda request: generate(first)
         with pytest.raises(ReplayError):
             await session.turn(THREE)
     assert len(list(store.list_objects())) == 1

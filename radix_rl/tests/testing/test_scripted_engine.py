@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from radix_rl.errors import EngineDeadError, EngineError
-from radix_rl.testing import ScriptedEngine, wait_for
-from radix_rl.types import GenerateRequest, SamplingParams
+from radix_rl.testing import Answer, ScriptedEngine, wait_for
+from radix_rl.types import FinishReason, GenerateRequest, SamplingParams
 
 
 def request(request_id: str) -> GenerateRequest:
@@ -48,3 +48,13 @@ async def test_failures_are_raised_from_now_on_and_those_of_a_list_once_each():
     for _ in range(2):
         with pytest.raises(EngineDeadError, match="gone"):
             await engine.health()
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [((), None), ((2,), 1)])
+async def test_an_answer_aborted_before_its_first_token_has_no_rows(tokens, rows):
+    aborted = Answer(output_ids=tokens, finish_reason=FinishReason(type="abort"))
+    output = await ScriptedEngine(lambda _: aborted).generate(
+        GenerateRequest(request_id="r", input_ids=(1,), return_routed_experts=True)
+    )
+    found = output.outputs and len(output.outputs.routed_experts)
+    assert (output.finish_reason.type, found) == ("abort", rows)

@@ -261,8 +261,9 @@ class ScriptedEngine(Engine):
         return not run.ended.is_set()
 
     async def _finish(self, run: _Run) -> GenerateOutput:
-        request, stash, ref = run.request, None, None
-        collector = self._collector(run)
+        request, reason, stash, ref = run.request, self._reason(run), None, None
+        # What is aborted before its first token has not been put through a model.
+        collector = self._collector(run) if run.ids or reason.type != "abort" else None
         if collector is not None:
             stash = collector.to_stash(len(request.input_ids) + max(len(run.ids) - 1, 0))
             if request.return_outputs_via_store:
@@ -273,7 +274,7 @@ class ScriptedEngine(Engine):
             prompt_tokens=len(request.input_ids),
             output_ids=tuple(run.ids),
             output_logprobs=run.logprobs,
-            finish_reason=self._reason(run),
+            finish_reason=reason,
             version_spans=run.spans,
             weight_version=self.version,
             cached_tokens=run.answer.cached_tokens,
