@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from radix_rl.errors import CheckpointError, ConfigurationError
+from radix_rl.testing import tiny_model
 from radix_rl.train import checkpoint
 from radix_rl.train.checkpoint import RunState, find_checkpoint, restore_worker, save_checkpoint, try_saving
 from radix_rl.train.worker import PolicyWorker
@@ -141,12 +142,7 @@ def test_a_model_that_cannot_be_saved_is_told_before_it_is_trained(make_model, t
 
 def test_tied_weights_that_share_no_memory_are_saved_once(make_config, tmp_path, monkeypatch):
     """As they come when they were gathered from several ranks."""
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-            tie_word_embeddings=True,
-        )
-    )  # fmt: skip
+    model = tiny_model("llama", tie_word_embeddings=True)
     worker = PolicyWorker(make_config(train={"replay_routed_experts": False}), model)
     gathered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert "lm_head.weight" in gathered

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from radix_rl.errors import TrainingError
+from radix_rl.testing import wait_for
 from radix_rl.train import loop
 from radix_rl.train.checkpoint import RunState
 from radix_rl.train.loop import run_steps
@@ -94,8 +95,7 @@ async def test_in_a_rollout_the_step_before_is_saved_once(make_parts):
     parts = make_parts(rollouts=1, save_on_interrupt=True)
     parts.trainer.go.set()
     task = asyncio.ensure_future(run_steps(parts, RunState(step=4, next_problem=0, optimizer_steps=0)))
-    while parts.logged != [5]:
-        await asyncio.sleep(0.01)
+    await wait_for(lambda: parts.logged == [5], "step 5 is logged")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -9,6 +9,7 @@ import torch
 
 from radix_rl.buckets.bucket import pack_buckets
 from radix_rl.errors import ConfigurationError, EngineStateError, WeightUpdateError
+from radix_rl.testing import tiny_model
 
 
 async def wait_for_tokens(engine, count: int) -> None:
@@ -262,19 +263,7 @@ async def test_weights_in_float32_are_cast_to_the_engine_dtype(qwen3_moe, engine
 
 
 async def test_tied_weights_are_needed_once_and_must_agree(engine_of):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
+    model = tiny_model("llama", tie_word_embeddings=True)
     async with engine_of(model, enable_return_routed_experts=False) as engine:
         await send(engine, scaled(model, 2.0), "1")
         core = engine._core_now()
@@ -295,13 +284,7 @@ async def test_tied_weights_are_needed_once_and_must_agree(engine_of):
 
 
 async def test_tied_weights_may_come_under_both_names_in_any_order(engine_of):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = tiny_model("llama", tie_word_embeddings=True)
     head, rest = ("lm_head.weight", model.lm_head.weight), list(model.named_parameters())
     async with engine_of(model, enable_return_routed_experts=False) as engine:
         for bucket_bytes in (64, 1 << 20):

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3MoeConfig,
@@ -24,6 +22,7 @@ from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.engines.embedded.outputs import build_output
 from radix_rl.engines.embedded.schedule.sequence import Sequence
+from radix_rl.testing import tiny_model
 from radix_rl.types import FinishReason
 from radix_transfer_plugins import OutputStore, TokenOutputStash, create_backend
 
@@ -92,30 +91,7 @@ async def test_sleep_gives_the_process_s_memory_back_and_two_stages_take_it_agai
 
 async def test_buffers_that_no_update_brings_survive_sleep(prompt, request_of, engine_of, check_against):
     """In them DeepSeek-V3 keeps the bias of its routing, and every model its rotary frequencies."""
-    config = DeepseekV3Config(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=0,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    model = DeepseekV3ForCausalLM(config).eval()
+    model = tiny_model("deepseek_v3", num_hidden_layers=2, first_k_dense_replace=0)
     biases = [buffer for name, buffer in model.named_buffers() if "correction_bias" in name]
     assert len(biases) == 2
     for bias in biases:
