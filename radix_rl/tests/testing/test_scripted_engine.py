@@ -3,8 +3,10 @@
 import asyncio
 
 import pytest
+import torch
 
-from radix_rl.errors import EngineDeadError, EngineError
+from radix_rl.buckets.bucket import pack_buckets
+from radix_rl.errors import EngineDeadError, EngineError, WeightUpdateError
 from radix_rl.testing import Answer, ScriptedEngine, wait_for
 from radix_rl.types import FinishReason, GenerateRequest, SamplingParams
 
@@ -58,3 +60,19 @@ async def test_an_answer_aborted_before_its_first_token_has_no_rows(tokens, rows
     )
     found = output.outputs and len(output.outputs.routed_experts)
     assert (output.finish_reason.type, found) == ("abort", rows)
+
+
+async def test_a_refused_bucket_and_dropped_weights_end_the_update():
+    engine = ScriptedEngine()
+    (bucket,) = pack_buckets([("w", torch.ones(1))], 1 << 20)
+    engine.failures["update_weights"] = [WeightUpdateError("'w' does not fit")]
+    await engine.begin_weight_update("1")
+    with pytest.raises(WeightUpdateError, match="does not fit"):
+        await engine.update_weights(bucket)
+    assert engine.staged is None
+
+    await engine.begin_weight_update("2")
+    await engine.sleep(["kv_cache"])
+    assert engine.staged == {}
+    await engine.sleep(["weights"])
+    assert engine.staged is None

@@ -348,6 +348,8 @@ class ScriptedEngine(Engine):
         for tag in tags:
             self._check_can(tag, self._capabilities.sleep_tags, "memory tags")
         self.asleep.update(tags)
+        if "weights" in tags:
+            self.staged = None
 
     async def wake(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None:
         """Weights that were dropped come with the next commit only."""
@@ -364,7 +366,12 @@ class ScriptedEngine(Engine):
         self.staged = dict(self.weights)
 
     async def update_weights(self, bucket: WeightBucket) -> None:
-        self._called("update_weights", *(spec.name for spec in bucket.specs))
+        """A refused bucket, failed by a WeightUpdateError, ends the update."""
+        try:
+            self._called("update_weights", *(spec.name for spec in bucket.specs))
+        except WeightUpdateError:
+            self.staged = None
+            raise
         self._open_update().update({name: tensor.clone() for name, tensor in bucket.tensors()})
 
     async def commit_weight_update(self, version: str) -> None:
