@@ -4,7 +4,6 @@ import functools
 import json
 import threading
 import uuid
-from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 import httpx
@@ -14,25 +13,17 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from radix_engine_plugins.collector import TokenOutputCollector
 from radix_engine_plugins.writer import OutputStoreWriter
-from radix_rl.buckets.bucket import WeightBucket
 from radix_rl.config.output_store import OutputStoreConfig
-from radix_rl.engines.base import Engine, EngineCapabilities, EngineInfo, MemoryTag, PauseMode
+from radix_rl.engines.base import Engine, EngineInfo, check_outputs
 from radix_rl.engines.embedded.config import EmbeddedEngineSetup
 from radix_rl.engines.embedded.engine import EmbeddedEngine
 from radix_rl.engines.embedded.schedule.limits import RequestLimits
-from radix_rl.errors import EngineDeadError, EngineStateError, RequestError
 from radix_rl.server.app import create_app
 from radix_rl.server.runner import HttpServer, bind
 from radix_rl.server.settings import ServerSettings
-from radix_rl.types import (
-    FinishReason,
-    GenerateOutput,
-    GenerateRequest,
-    PartialOutput,
-    VersionSpan,
-)
+from radix_rl.testing import Answer, ScriptedEngine
+from radix_rl.types import GenerateRequest
 from radix_transfer_plugins import OutputStore, create_backend
 
 VOCAB = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.!?0123456789"
@@ -48,192 +39,49 @@ def letter_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-class LetterEngine(Engine):
-    """Answers with the letters after the prompt's last one, one at a time, `step_s` apart.
+class LetterEngine(ScriptedEngine):
+    """Answers with the letters after the prompt's last one, `step_s` apart; refuses what real engines refuse.
 
-    Token i's routed experts are `[[i, token], [-1, -1]]`. Faults: `fail_with` makes every generate raise
-    after its first token; `state_error` makes `health` and new requests raise.
+    Token i's routed experts are `[[i, token], [-1, -1]]`. Requests whose ids are in `fail_ids` fail.
     """
 
-    def __init__(self, writer: OutputStoreWriter | None, backend: str | None) -> None:
-        self.writer = writer
-        self.backend = backend
-        self.routed_experts = True
-        self.step_s = 0.0
-        self.fail_with: Exception | None = None
-        self.fail_ids: set[str] = set()
-        self.state_error: Exception | None = None
-        self.version = "0"
-        self.abort_message = "asked to"
-        self.running: dict[str, asyncio.Event] = {}
-        self.calls: list[Any] = []
-        self.unpaused = asyncio.Event()
-        self.unpaused.set()
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(
-            routed_experts=self.routed_experts,
-            indexer_topk=False,
-            sampling_mask=True,
-            output_store=self.backend,
-            pause_modes=("abort", "retract", "in_place"),
-            sleep_tags=("weights", "kv_cache"),
-            weight_transports=("memory",),
-        )
-
-    def check(self, request: GenerateRequest) -> None:
-        super().check(request)
-        limits = RequestLimits(
-            vocab_size=EOS + 1,
-            context_length=512,
-            kv_cache_tokens=1 << 20,
-            sampling_mask_max_tokens=EOS + 1,
-            has_tokenizer=True,
-        )
-        limits.check(request)
-
-    async def start(self) -> EngineInfo:
-        return await self.info()
-
-    async def info(self) -> EngineInfo:
-        return EngineInfo(
+    def __init__(self, writer: OutputStoreWriter | None, **capabilities: Any) -> None:
+        info = EngineInfo(
             model_path="/models/letters",
-            weight_version=self.version,
+            weight_version="0",
             context_length=512,
             vocab_size=len(VOCAB) + 1,
             num_layers=2,
             num_experts=256,
             experts_per_token=2,
         )
+        super().__init__(self._letters, writer=writer, info=info, **capabilities)
+        self.step_s = 0.0
+        self.fail_ids: set[str] = set()
+        self._limits = RequestLimits(
+            vocab_size=info.vocab_size,
+            context_length=info.context_length,
+            kv_cache_tokens=1 << 20,
+            sampling_mask_max_tokens=info.vocab_size,
+            has_tokenizer=True,
+        )
 
-    async def generate(self, request: GenerateRequest) -> GenerateOutput:
-        async for output in self.stream(request):
-            if isinstance(output, GenerateOutput):
-                return output
-        raise AssertionError("a stream ends with its output")
+    def check(self, request: GenerateRequest) -> None:
+        check_outputs(request, self.capabilities)
+        self._limits.check(request)
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[PartialOutput | GenerateOutput]:
-        if self.state_error is not None:
-            raise self.state_error
-        if request.request_id in self.running:
-            raise RequestError(f"duplicate {request.request_id}")
-        aborted = self.running[request.request_id] = asyncio.Event()
-        try:
-            await self.unpaused.wait()
-            ids: list[int] = []
-            while len(ids) < request.sampling.max_new_tokens and not aborted.is_set():
-                await asyncio.sleep(self.step_s)
-                if self.fail_with is not None or request.request_id in self.fail_ids:
-                    raise self.fail_with or RuntimeError("this one fails")
-                ids.append((([*request.input_ids, *ids][-1]) + 1) % EOS)
-                if ids[-1] in request.sampling.stop_token_ids:
-                    break
-                yield PartialOutput(
-                    request_id=request.request_id,
-                    prompt_tokens=len(request.input_ids),
-                    output_ids=tuple(ids),
-                    output_logprobs=tuple(-0.5 for _ in ids),
-                    version_spans=(VersionSpan(0, len(ids), self.version),),
-                )
-            yield await self._finish(request, ids, aborted.is_set())
-        finally:
-            self.running.pop(request.request_id, None)
-
-    async def _finish(self, request: GenerateRequest, ids: list[int], aborted: bool) -> GenerateOutput:
-        stops = request.sampling.stop_token_ids
-        if aborted:
-            reason = FinishReason(type="abort", message=self.abort_message)
-        elif ids and ids[-1] in stops:
-            reason = FinishReason(type="stop", matched=ids[-1])
-        else:
-            reason = FinishReason(type="length", length=request.sampling.max_new_tokens)
-        stash, start_rows = self._replay(request, ids)
-        ref = None
-        if stash is not None and request.return_outputs_via_store:
-            assert self.writer is not None
-            ref = await self.writer.write(stash, start_rows)
-        return GenerateOutput(
-            request_id=request.request_id,
-            prompt_tokens=len(request.input_ids),
-            output_ids=tuple(ids),
-            output_logprobs=tuple(-0.5 for _ in ids),
-            finish_reason=reason,
-            version_spans=(VersionSpan(0, len(ids), self.version),) if ids else (),
-            weight_version=self.version,
+    def _letters(self, request: GenerateRequest) -> Answer:
+        first = request.input_ids[-1] + 1
+        output_ids = [(first + c) % EOS for c in range(request.sampling.max_new_tokens)]
+        tokens = [*request.input_ids, *output_ids]
+        return Answer(
+            output_ids=output_ids,
+            routed_experts=np.array([[[i, t], [-1, -1]] for i, t in enumerate(tokens)], np.int32),
+            sampling_mask=[[token, 0] for token in output_ids],
             cached_tokens=1,
-            outputs=None if ref else stash,
-            routed_experts_start=request.routed_experts_start_len,
-            output_store_ref=ref,
+            step_s=self.step_s,
+            error=RuntimeError("this one fails") if request.request_id in self.fail_ids else None,
         )
-
-    def _replay(self, request: GenerateRequest, ids: list[int]) -> tuple[Any, dict[str, int]]:
-        if not (request.return_routed_experts or request.return_sampling_mask):
-            return None, {}
-        support = request.sampling_logprobs_mode == "support"
-        collector = TokenOutputCollector(
-            routed_experts_shape=(2, 2) if request.return_routed_experts else None,
-            sampling_mask=request.return_sampling_mask,
-            sampling_mask_logprobs=request.return_sampling_mask and support,
-            start_row=request.routed_experts_start_len,
-        )
-        forwarded = len(request.input_ids) + max(len(ids) - 1, 0)
-        if request.return_routed_experts:
-            tokens = [*request.input_ids, *ids][:forwarded]
-            rows = np.array([[[i, t], [-1, -1]] for i, t in enumerate(tokens)], np.int32).reshape(-1, 2, 2)
-            collector.add_routed_experts(rows)
-        if request.return_sampling_mask:
-            for token in ids:
-                mask_logprobs = np.array([-0.5, -1.0], np.float32) if support else None
-                collector.add_sampling_mask(np.array([token, 0], np.int32), mask_logprobs)
-        return collector.to_stash(forwarded), collector.start_rows()
-
-    async def abort(self, request_id: str | None = None, message: str | None = None) -> None:
-        self.abort_message = message or "asked to"
-        for name, event in self.running.items():
-            if request_id in (None, name):
-                event.set()
-
-    async def pause(self, mode: PauseMode = "in_place") -> None:
-        if not self.unpaused.is_set():
-            raise EngineStateError("paused already")
-        self.calls.append(("pause", mode))
-        self.unpaused.clear()
-
-    async def resume(self) -> None:
-        self.unpaused.set()
-
-    async def sleep(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None:
-        self.calls.append(("sleep", tuple(tags)))
-
-    async def wake(self, tags: Collection[MemoryTag] = ("weights", "kv_cache")) -> None:
-        self.calls.append(("wake", tuple(tags)))
-
-    async def flush_cache(self) -> None:
-        self.calls.append("flush")
-
-    async def begin_weight_update(self, version: str) -> None:
-        self.calls.append(("begin", version))
-
-    async def update_weights(self, bucket: WeightBucket) -> None:
-        self.calls.append(("update", {name: tensor.clone() for name, tensor in bucket.tensors()}))
-
-    async def commit_weight_update(self, version: str) -> None:
-        self.calls.append(("commit", version))
-        self.version = version
-
-    async def set_weight_version(self, version: str) -> None:
-        self.version = version
-
-    async def abort_weight_update(self) -> None:
-        self.calls.append("abort_update")
-
-    async def health(self) -> None:
-        if self.state_error is not None:
-            raise EngineDeadError(str(self.state_error))
-
-    async def close(self) -> None:
-        self.calls.append("close")
 
 
 class RunningServer:
@@ -258,10 +106,12 @@ class RunningServer:
         return {info.key.rpartition("/")[0] for info in self.store.list_objects()}
 
 
-async def make_letters(config: dict[str, Any] | None) -> tuple[Engine, Any, OutputStoreWriter | None]:
+async def make_letters(
+    config: dict[str, Any] | None, **capabilities: Any
+) -> tuple[Engine, Any, OutputStoreWriter | None]:
     """Engine, tokenizer and writer; `config` is the memory backend's, None: no store."""
     writer = OutputStoreWriter(OutputStore(backend=create_backend("memory", config))) if config else None
-    return LetterEngine(writer, "memory" if config else None), letter_tokenizer(), writer
+    return LetterEngine(writer, **capabilities), letter_tokenizer(), writer
 
 
 async def make_embedded(
@@ -314,6 +164,7 @@ def _running(
     *,
     store: bool = True,
     chat_template: str | None = None,
+    capabilities: dict[str, Any] | None = None,
     **settings: Any,
 ):
     config = {"name": uuid.uuid4().hex, "key_prefix": "test/run"}
@@ -325,7 +176,7 @@ def _running(
     holder: dict[str, Any] = {}
 
     async def main() -> None:
-        engine, tokenizer, writer = await make(config if store else None)
+        engine, tokenizer, writer = await make(config if store else None, **(capabilities or {}))
         tokenizer.chat_template = chat_template or tokenizer.chat_template
         defaults = {
             "model_path": "/models/letters",
@@ -409,7 +260,7 @@ class AsgiExchange:
             model_path="/models/letters",
             served_model_name="letters",
         )
-        engine = LetterEngine(self.writer, "memory")
+        engine = LetterEngine(self.writer)
         self.app = create_app(engine, letter_tokenizer(), settings, writer=self.writer)
 
     async def run(

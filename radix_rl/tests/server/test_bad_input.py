@@ -108,8 +108,7 @@ def test_opting_in_without_a_store_names_the_flag(run_server):
 
 
 def test_routed_experts_without_capture_name_the_flag(run_server):
-    with run_server() as server:
-        server.engine.routed_experts = False
+    with run_server(capabilities={"routed_experts": False}) as server:
         response = server.generate(text="a", return_routed_experts=True, **OK)
 
         assert response.status_code == 400
@@ -141,9 +140,9 @@ def test_a_store_that_fails_fails_the_request_and_the_server_goes_on(server, mon
 
 
 def test_unexpected_errors_keep_their_text_in_the_log(server, caplog):
-    server.engine.fail_with = RuntimeError("secret path /home/me")
+    server.engine.failures["generate"] = RuntimeError("secret path /home/me")
     response = server.generate(text="a", **OK)
-    server.engine.fail_with = None
+    server.engine.failures.clear()
 
     assert response.status_code == 500
     assert "secret" not in response.text

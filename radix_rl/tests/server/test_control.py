@@ -9,6 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from radix_rl.buckets.bucket import pack_buckets
 from radix_rl.buckets.wire import CONTENT_TYPE, encode_bucket
 from radix_rl.errors import EngineStateError, WeightUpdateError
+from radix_rl.testing import wait_until
 from radix_rl.weights.release import released
 
 
@@ -41,12 +42,12 @@ def test_a_paused_server_queues_and_continues(server):
     client.join(10)
 
     assert answers[0]["text"] == "b"
-    assert server.engine.calls == [("pause", "in_place")]
+    assert server.engine.calls == [("pause", "in_place"), ("resume",)]
 
 
 def test_pausing_twice_is_a_409_and_the_default_mode_is_sglang_s(server):
     assert server.client.post("/pause_generation").status_code == 200
-    assert server.engine.calls == [("pause", "abort")]
+    assert server.engine.calls == [("pause", "abort"), ("abort", None)]
 
     response = _post(server, "/pause_generation", mode="retract")
 
@@ -71,8 +72,8 @@ def test_memory_is_released_and_resumed_by_tag(server):
 
 def test_flush_and_abort_all_reach_the_engine(server):
     assert server.client.post("/flush_cache").text == "Cache flushed.\n"
-    assert server.engine.calls == ["flush"]
-    server.engine.unpaused.clear()
+    assert server.engine.calls == [("flush_cache",)]
+    server.engine.hold()
     server.engine.step_s = 0.01
     answers = []
     client = threading.Thread(
@@ -81,11 +82,10 @@ def test_flush_and_abort_all_reach_the_engine(server):
         )
     )
     client.start()
-    while not server.engine.running:
-        time.sleep(0.005)
+    wait_until(lambda: server.engine.running, "the request runs")
 
     assert _post(server, "/abort_request", abort_all=True).status_code == 200
-    server.engine.unpaused.set()
+    server.engine.release()
     client.join(10)
 
     assert answers[0]["meta_info"]["finish_reason"] == {"type": "abort", "message": "asked to"}
@@ -131,8 +131,9 @@ def test_an_update_goes_begin_buckets_end(server):
     assert response.json()["weight_version"] == "7"
     assert server.client.get("/model_info").json()["weight_version"] == "7"
     begin, update, commit = server.engine.calls
-    assert (begin, commit) == (("begin", "7"), ("commit", "7"))
-    torch.testing.assert_close(update[1], {"w": torch.ones(2, 3), "b": torch.zeros(1)})
+    assert (begin, commit) == (("begin_weight_update", "7"), ("commit_weight_update", "7"))
+    assert update == ("update_weights", "w", "b")
+    torch.testing.assert_close(server.engine.weights, {"w": torch.ones(2, 3), "b": torch.zeros(1)})
 
 
 def test_updates_out_of_order_are_a_409(server):
@@ -158,14 +159,13 @@ def test_pickled_tensors_are_refused_unread(server):
     assert response.status_code == 400
     assert "unpickling runs the sender's code" in response.json()["error"]["message"]
     assert _send(server, b"RXWB garbage").status_code == 400
-    assert server.engine.calls == [("begin", "1")]
+    assert server.engine.calls == [("begin_weight_update", "1")]
 
 
-def test_a_refused_bucket_ends_the_update(server, monkeypatch):
-    async def refuse(bucket):
-        raise WeightUpdateError("'w' is no weight of the model; version '0' stays in force")
-
-    monkeypatch.setattr(server.engine, "update_weights", refuse)
+def test_a_refused_bucket_ends_the_update(server):
+    server.engine.failures["update_weights"] = [
+        WeightUpdateError("'w' is no weight of the model; version '0' stays in force")
+    ]
     _post(server, "/begin_weight_update", weight_version="1")
 
     response = _send(server, _body(w=torch.ones(1)))
@@ -196,36 +196,29 @@ def test_a_checkpoint_from_disk_becomes_a_version(server, tmp_path):
     assert server.client.get("/model_info").json()["weight_version"] == "disk-1"
     assert ("pause", "abort") not in server.engine.calls
     assert ("pause", "retract") in server.engine.calls
-    assert server.engine.unpaused.is_set()
-    received = {}
-    for call in server.engine.calls:
-        if call[0] == "update":
-            received |= call[1]
+    assert not server.engine.paused
+    received = server.engine.weights
     expected = dict(model.named_parameters())
     assert received.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(received[name], tensor)
 
 
-def test_a_kept_pause_is_that_of_an_update_that_was_made(server, tmp_path, monkeypatch):
+def test_a_kept_pause_is_that_of_an_update_that_was_made(server, tmp_path):
     config = Qwen3Config(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, head_dim=8,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
 
-    async def refuse(bucket):
-        raise WeightUpdateError("a tensor that does not fit")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(server.engine, "update_weights", refuse)
-        response = _post(server, "/update_weights_from_disk", model_path=str(tmp_path), keep_pause=True)
+    server.engine.failures["update_weights"] = [WeightUpdateError("a tensor that does not fit")]
+    response = _post(server, "/update_weights_from_disk", model_path=str(tmp_path), keep_pause=True)
     assert response.status_code == 400
-    assert server.engine.unpaused.is_set()
+    assert not server.engine.paused
 
     response = _post(server, "/update_weights_from_disk", model_path=str(tmp_path), keep_pause=True)
     assert response.status_code == 200
-    assert not server.engine.unpaused.is_set()
+    assert server.engine.paused
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(server, tmp_path):
@@ -249,7 +242,7 @@ def test_health_tells_whether_the_engine_can_generate(server):
     assert server.client.get("/health").status_code == 200
     assert server.client.get("/health_generate").status_code == 200
 
-    server.engine.state_error = EngineStateError("the weights are asleep")
+    assert _post(server, "/release_memory_occupation", tags=["weights"]).status_code == 200
 
     for path in ("/health", "/health_generate"):
         response = server.client.get(path)
@@ -350,8 +343,7 @@ def test_an_abort_s_message_is_that_of_the_answer(server):
         )
     )
     client.start()
-    while not server.engine.running:
-        time.sleep(0.005)
+    wait_until(lambda: server.engine.running, "the request runs")
 
     assert _post(server, "/abort_request", rid="r", abort_message="the trainer has enough").status_code == 200
     client.join(10)
@@ -359,18 +351,14 @@ def test_an_abort_s_message_is_that_of_the_answer(server):
     assert answers[0]["meta_info"]["finish_reason"] == {"type": "abort", "message": "the trainer has enough"}
 
 
-def test_an_end_that_the_engine_s_state_forbids_keeps_the_update(server, monkeypatch):
+def test_an_end_that_the_engine_s_state_forbids_keeps_the_update(server):
     _post(server, "/begin_weight_update", weight_version="7")
     _send(server, _body(w=torch.ones(1)))
-    commit = server.engine.commit_weight_update
-
-    async def refuse(version):
-        raise EngineStateError("2 requests are running; pause the engine")
-
-    monkeypatch.setattr(server.engine, "commit_weight_update", refuse)
+    server.engine.failures["commit_weight_update"] = [
+        EngineStateError("2 requests are running; pause the engine")
+    ]
     assert _post(server, "/end_weight_update").status_code == 409
-    assert "abort_update" not in server.engine.calls
-    monkeypatch.setattr(server.engine, "commit_weight_update", commit)
+    assert ("abort_weight_update",) not in server.engine.calls
 
     assert _post(server, "/end_weight_update").json()["weight_version"] == "7"
 

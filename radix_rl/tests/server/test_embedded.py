@@ -16,6 +16,7 @@ from radix_rl.buckets.bucket import pack_buckets
 from radix_rl.buckets.wire import CONTENT_TYPE, encode_bucket
 from radix_rl.engines.embedded.cache.slots import SlotTensor
 from radix_rl.engines.embedded.weights import WeightUpdater
+from radix_rl.testing import wait_until
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -158,8 +159,7 @@ def test_pausing_in_place_keeps_what_was_computed_and_new_weights_get_a_span_of_
     before = client.get("/model_info").json()["weight_version"]
     generated = metric("generated_tokens")
     request.start()
-    while metric("generated_tokens") < generated + 5:
-        time.sleep(0.002)
+    wait_until(lambda: metric("generated_tokens") >= generated + 5, "five more tokens")
     assert client.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
     prefilled, generated = metric("prefilled_tokens"), metric("generated_tokens")
     time.sleep(0.05)

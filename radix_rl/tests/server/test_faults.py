@@ -4,6 +4,7 @@ More of it: `pytest radix_rl/tests/server/test_faults.py --fault-requests 20000 
 """
 
 import asyncio
+import contextlib
 import json
 import random
 import threading
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from radix_rl.testing import wait_until
 from radix_transfer_plugins.errors import StoreFullError
 
 _CONCURRENCY = 24
@@ -102,8 +104,7 @@ class Client:
             if fate < 0.35:
                 await asyncio.sleep(self._chance.random() * 0.08)
                 # A half-close is all that the server can see of a client that leaves; reading on then
-                # tells exactly
-                # what had been sent to it by that moment.
+                # tells exactly what had been sent to it by that moment.
                 writer.write_eof()
                 self._held.num_left += 1
             elif fate < 0.5:
@@ -174,11 +175,9 @@ def _suffer(server, monkeypatch, request) -> Held:
 
     asyncio.run(_storm(server, chance, held, range(count)))
 
-    deadline = time.monotonic() + 20
-    while _num_running(server) or server.objects() != held.keys:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.02)
+    # The assertions below say what is left, and of which seed.
+    with contextlib.suppress(TimeoutError):
+        wait_until(lambda: not _num_running(server) and server.objects() == held.keys, "the server is idle")
     assert _num_running(server) == 0
     held.assert_equal(server.objects(), f"--fault-seed {seed} --fault-requests {count}")
     assert held.num_answered > count // 4

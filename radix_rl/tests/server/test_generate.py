@@ -12,7 +12,7 @@ from radix_transfer_plugins import StoreRef, TokenOutputStash
 
 
 def _rows(text, output, start=0):
-    """What LetterEngine captures: `[[i, token], [-1, -1]]` for every token that went through the model."""
+    """Rows of the letter engine: `[[i, token], [-1, -1]]` for every token that went through the model."""
     tokens = [ord(letter) - ord("a") for letter in text] + list(output)[:-1]
     return np.array([[[i, t], [-1, -1]] for i, t in enumerate(tokens)][start:], np.int32).reshape(-1, 2, 2)
 
@@ -135,7 +135,7 @@ def test_sampled_logprobs_stay_in_the_answer_in_both_mask_modes(server, via_stor
     else:
         assert selected["output_token_sampling_mask"] == [[1, 0], [2, 0]]
         assert selected["output_token_sampling_mask_length"] == 2
-        assert support["output_token_sampling_logprobs"] == [[-0.5, -1.0], [-0.5, -1.0]]
+        assert support["output_token_sampling_logprobs"] == [[-0.5, -0.5], [-0.5, -0.5]]
 
 
 def test_a_stop_token_is_cut_from_the_text_only_unless_asked_for(server):

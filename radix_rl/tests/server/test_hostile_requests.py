@@ -80,28 +80,27 @@ def test_65536_samples_are_answered_while_others_are_too(shared_server):
 
 
 def test_an_abort_reaches_every_sample_of_a_call_that_is_still_being_started(server):
-    server.engine.unpaused.clear()
+    server.engine.hold()
     body = json.dumps({"input_ids": [1], "rid": "big", "sampling_params": {"n": 5000}}).encode()
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(_post, server, "/generate", body)
-        while not server.engine.running:
-            time.sleep(0.001)
+        wait_until(lambda: server.engine.running, "the first samples run")
         assert server.client.post("/abort_request", json={"abort_all": True}).status_code == 200
-        server.engine.unpaused.set()
+        server.engine.release()
         answers = pending.result(60).json()
 
     assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"abort"}
 
 
 def test_a_call_has_no_more_requests_with_the_engine_than_it_runs_in_two_steps(server):
-    server.engine.unpaused.clear()
+    server.engine.hold()
     body = json.dumps({"input_ids": [1], "sampling_params": {"n": 3000, "max_new_tokens": 1}}).encode()
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(_post, server, "/generate", body)
         wait_until(lambda: len(server.engine.running) == 512, "the engine has its share")
         time.sleep(0.2)
         assert len(server.engine.running) == 512
-        server.engine.unpaused.set()
+        server.engine.release()
         answers = pending.result(60).json()
 
     ids = [answer["meta_info"]["id"] for answer in answers]
@@ -111,7 +110,7 @@ def test_a_call_has_no_more_requests_with_the_engine_than_it_runs_in_two_steps(s
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_abort_of_one_sample_reaches_it_before_the_engine_knows_it_and_no_other(server, stream):
-    server.engine.unpaused.clear()
+    server.engine.hold()
     sampling = {"n": 600, "max_new_tokens": 1}
     body = {"input_ids": [1], "rid": "big", "stream": stream, "sampling_params": sampling}
     with ThreadPoolExecutor(1) as pool:
@@ -119,7 +118,7 @@ def test_an_abort_of_one_sample_reaches_it_before_the_engine_knows_it_and_no_oth
         wait_until(lambda: len(server.engine.running) == 512, "the engine has its share")
         abort = {"rid": "big_599", "abort_message": "not this one"}
         assert server.client.post("/abort_request", json=abort).status_code == 200
-        server.engine.unpaused.set()
+        server.engine.release()
         text = pending.result(60).text
 
     lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
@@ -138,7 +137,6 @@ def test_a_pause_with_abort_ends_what_the_engine_does_not_know_yet(server):
         pending = pool.submit(_post, server, "/generate", body)
         wait_until(lambda: len(server.engine.running) == 512, "the engine has its share")
         assert server.client.post("/pause_generation", json={"mode": "abort"}).status_code == 200
-        server.engine.unpaused.set()
         answers = pending.result(30).json()
 
     assert len(answers) == 2000

@@ -9,14 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from radix_rl.testing import wait_until
+
 STORED = {"return_routed_experts": True, "return_outputs_via_store": True}
-
-
-def _until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -61,14 +56,14 @@ def store_gate(server, monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_while_queued_ends_its_request(server, post_raw, stream):
-    server.engine.unpaused.clear()
+    server.engine.hold()
     sock = post_raw(text="ab", stream=stream, sampling_params={"n": 3}, **STORED)
-    _until(lambda: len(server.engine.running) == 3)
+    wait_until(lambda: len(server.engine.running) == 3, "the samples run")
 
     sock.close()
 
-    _until(lambda: not server.engine.running)
-    server.engine.unpaused.set()
+    wait_until(lambda: not server.engine.running, "the requests have ended")
+    server.engine.release()
     assert server.generate(text="a", sampling_params={"max_new_tokens": 1}).status_code == 200
     assert server.objects() == set()
 
@@ -77,15 +72,16 @@ def test_a_client_that_leaves_while_queued_ends_its_request(server, post_raw, st
 def test_a_client_that_leaves_while_decoding_ends_its_request(server, post_raw, stream):
     server.engine.step_s = 0.02
     sock = post_raw(text="ab", stream=stream, sampling_params={"max_new_tokens": 400}, **STORED)
-    _until(lambda: server.engine.running)
+    wait_until(lambda: server.engine.running, "the request runs")
     time.sleep(0.1)
 
     sock.close()
 
-    _until(lambda: not server.engine.running)
+    wait_until(lambda: not server.engine.running, "the requests have ended")
     assert server.objects() == set()
-    _until(
-        lambda: 'radix_rl_requests_total{outcome="disconnected"} 1.0' in server.client.get("/metrics").text
+    wait_until(
+        lambda: 'radix_rl_requests_total{outcome="disconnected"} 1.0' in server.client.get("/metrics").text,
+        "the request is counted as disconnected",
     )
 
 
@@ -95,50 +91,41 @@ def test_a_client_that_leaves_while_storing_leaves_no_object(server, post_raw, s
     assert store_gate.entered.wait(10)
 
     sock.close()
-    _until(lambda: not server.engine.running)
+    wait_until(lambda: not server.engine.running, "the requests have ended")
     store_gate.open.set()
 
-    _until(lambda: server.writer.metrics.discards._value.get() == 1)
+    wait_until(lambda: server.writer.metrics.discards._value.get() == 1, "the object is discarded")
     assert server.objects() == set()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failing_sibling_frees_the_objects_of_the_batch(server, stream):
+@pytest.mark.parametrize(
+    ("body", "fails"),
+    [
+        (
+            {
+                "text": ["a", "b", "c"],
+                "rid": ["x", "late", "y"],
+                "sampling_params": [{"max_new_tokens": count} for count in (1, 1, 300)],
+            },
+            "late",
+        ),
+        ({"text": "a", "rid": "x", "sampling_params": {"n": 3, "max_new_tokens": 4}}, "x_1"),
+    ],
+    ids=["prompts", "samples"],
+)
+def test_a_failing_sibling_frees_the_objects_of_the_others(server, stream, body, fails):
     server.engine.step_s = 0.01
-    server.engine.fail_ids.add("late")
-    body = {"text": ["a", "b", "c"], "rid": ["x", "late", "y"], "stream": stream} | STORED
-    params = [{"max_new_tokens": 1}, {"max_new_tokens": 1, "min_new_tokens": 1}, {"max_new_tokens": 300}]
+    server.engine.fail_ids.add(fails)
 
-    response = server.generate(sampling_params=params, **body)
-
-    events = [event for event in response.text.split("\n\n") if event]
-    if stream and response.status_code == 200:
-        delivered = {
-            json.loads(event[6:])["meta_info"]["output_store_ref"]["key"]
-            for event in events
-            if "_ref" in event
-        }
-    else:
-        assert response.status_code == 500
-        delivered = set()
-    _until(lambda: server.objects() == delivered)
-    assert not server.engine.running
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_failing_sample_of_a_prompt_frees_the_objects_of_the_others(server, stream):
-    server.engine.step_s = 0.01
-    server.engine.fail_ids.add("x_1")
-    body = {"text": "a", "rid": "x", "stream": stream} | STORED
-
-    response = server.generate(sampling_params={"n": 3, "max_new_tokens": 4}, **body)
+    response = server.generate(stream=stream, **body, **STORED)
 
     if not stream:
         assert response.status_code == 500
     events = [event for event in response.text.split("\n\n") if "_ref" in event]
     delivered = {json.loads(event[6:])["meta_info"]["output_store_ref"]["key"] for event in events}
     assert len(delivered) < 3
-    _until(lambda: server.objects() == delivered)
+    wait_until(lambda: server.objects() == delivered, "the store holds what was delivered")
     assert not server.engine.running
 
 
@@ -150,7 +137,11 @@ def test_an_answer_that_cannot_be_built_leaves_no_object(server, monkeypatch):
     response = server.generate(text="ab", sampling_params={"n": 2, "max_new_tokens": 1}, **STORED)
 
     assert response.status_code == 500
-    _until(lambda: server.writer.metrics.discards._value.get() == 2)
+    metrics = server.writer.metrics
+    wait_until(
+        lambda: 0 < metrics.puts._value.get() == metrics.discards._value.get() and not server.engine.running,
+        "what was stored is discarded",
+    )
     assert server.objects() == set()
 
 
@@ -160,7 +151,7 @@ def test_an_abort_answers_with_what_there_is_and_its_rows(server):
     body = {"text": ["a", "k"], "rid": "batch", "sampling_params": {"max_new_tokens": 400}} | STORED
     client = threading.Thread(target=lambda: answers.extend(server.generate(**body).json()))
     client.start()
-    _until(lambda: len(server.engine.running) == 2)
+    wait_until(lambda: len(server.engine.running) == 2, "both requests run")
     time.sleep(0.05)
 
     assert server.client.post("/abort_request", json={"rid": "batch"}).status_code == 200
@@ -174,9 +165,9 @@ def test_an_abort_answers_with_what_there_is_and_its_rows(server):
 
 
 def test_a_running_id_is_not_taken_twice(server, post_raw):
-    server.engine.unpaused.clear()
+    server.engine.hold()
     post_raw(text="a", rid="one", sampling_params={"max_new_tokens": 1})
-    _until(lambda: server.engine.running)
+    wait_until(lambda: server.engine.running, "the request runs")
 
     response = server.generate(text="a", rid="one")
 
@@ -200,7 +191,7 @@ def test_a_server_that_stops_leaves_no_object_of_unfinished_requests(run_server,
         server.engine.step_s = 0.05
         client = threading.Thread(target=wait_for_answer, args=(server,))
         client.start()
-        _until(lambda: server.engine.running)
+        wait_until(lambda: server.engine.running, "the request runs")
     client.join(10)
 
     (end,) = ends
@@ -221,7 +212,7 @@ def test_a_server_that_stops_still_answers_what_ends_in_time(run_server):
         body = {"text": "ab", "sampling_params": {"max_new_tokens": 20}} | STORED
         client = threading.Thread(target=lambda: answers.append(server.generate(**body).json()))
         client.start()
-        _until(lambda: server.engine.running)
+        wait_until(lambda: server.engine.running, "the request runs")
     client.join(10)
 
     assert answers[0]["meta_info"]["completion_tokens"] == 20

@@ -158,7 +158,7 @@ def test_a_failing_template_is_a_bad_request(run_server):
 
 
 def test_an_engine_that_fails_is_an_internal_server_error(server, client):
-    server.engine.fail_with = RuntimeError("boom")
+    server.engine.failures["generate"] = RuntimeError("boom")
     with pytest.raises(openai.InternalServerError):
         _chat(client)
     with pytest.raises(openai.APIError):

@@ -31,7 +31,7 @@ def test_requests_of_a_server_whose_trainer_was_killed_are_answered_when_its_lea
 
         assert 0.5 < time.monotonic() - started < 10
         assert _lease(server) is None
-        assert "abort_update" in server.engine.calls
+        assert ("abort_weight_update",) in server.engine.calls
         assert _post(server, "/pause_generation", "b").status_code == 200
         assert _post(server, "/begin_weight_update", "b").status_code == 200
 
