@@ -9,4 +9,5 @@ quiet.py      keeps bars and warnings of transformers out of it
 summary.py    summary.json: the figures of a finished run
 report.py     report.html: a run on one page
 plots.py      the report's plots
+whole_file.py files that are written whole or not at all
 """
