@@ -175,7 +175,9 @@ def test_an_unknown_route_is_told_in_openai_s_form(shared_server):
         "param": None,
         "code": 404,
     }
-    assert shared_server.client.get("/generate").status_code == 405
+    response = shared_server.client.get("/generate")
+    assert response.status_code == 405
+    assert response.json() == {"detail": "Method Not Allowed"}
 
 
 def test_a_stored_chat_answer_has_its_reference_without_return_meta_info(server, client):

@@ -80,11 +80,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """A route or a method that is not there, in OpenAI's form under its prefix."""
+    """A route or a method that is not there: in OpenAI's form under its prefix, else in SGLang's."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
     if not request.url.path.startswith("/v1/"):
-        return json_response({"error": {"message": message}}, error.status_code, error.headers)
+        return json_response({"detail": error.detail}, error.status_code, error.headers)
+    message = f"{request.method} {request.url.path}: {error.detail}"
     body = {"message": message, "type": "invalid_request_error", "param": None, "code": error.status_code}
     return json_response({"error": body}, error.status_code, error.headers)
 
