@@ -84,17 +84,12 @@ def test_a_huge_request_is_refused_while_others_are_answered(shared_server, body
     assert watch.slowest_s < HELD_S
 
 
-@best_of_three
-def test_65536_samples_are_answered_while_others_are_too(shared_server):
+def test_65536_samples_are_all_answered(shared_server):
+    """Whether others wait meanwhile is measured where the server has a process of its own."""
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 0, "n": 65536}}
-    with HealthWatch(shared_server.url) as watch:
-        response = _post(shared_server, "/generate", json.dumps(body).encode())
-
-    # Not before: reading so much here would hold the server, which is a thread of this process.
-    answers = response.json()
+    answers = _post(shared_server, "/generate", json.dumps(body).encode()).json()
     assert len(answers) == 65536
     assert len({answer["meta_info"]["id"] for answer in answers}) == 65536
-    assert watch.slowest_s < HELD_S
 
 
 def test_an_abort_reaches_every_sample_of_a_call_that_is_still_being_started(server):
